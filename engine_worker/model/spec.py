@@ -90,7 +90,8 @@ class MtpSpec:
     """
 
     layer: LayerSpec
-    names: MtpNames
+    names: MtpNames  # around the layer
+    layer_names: NamesSpec  # in it; its experts may be stored in another form than those of the network
 
 
 class CacheLayer(Protocol):

@@ -50,6 +50,6 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     )
     has_mtp = number_of(config, "num_nextn_predict_layers", 1) > 0
     names = MtpNames.in_layer(NAMES.layer.format(index=len(layers)))
-    mtp = MtpSpec(layer=LayerSpec(mixer=attention, mlp=experts), names=names) if has_mtp else None
+    mtp = MtpSpec(layer=LayerSpec(mixer=attention, mlp=experts), names=names, layer_names=NAMES) if has_mtp else None
     unused = (f"^{re.escape(names.layer)}",)
     return model_spec(config, generation, layers[0], layers=layers, names=NAMES, mtp=mtp, unused=unused)

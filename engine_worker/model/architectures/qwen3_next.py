@@ -46,8 +46,9 @@ def spec(config: Config, generation: Config) -> ModelSpec:
         for index, mixer in enumerate(mixers_by_type(config, _layer_types(config), kinds))
     )
     has_mtp = number_of(config, "mtp_num_hidden_layers") > 0
-    mtp = MtpSpec(layer=LayerSpec(mixer=attention, mlp=_mlp(config, 0)), names=MtpNames()) if has_mtp else None
     names = _FUSED if is_fused else _NAMES
+    mtp_layer = LayerSpec(mixer=attention, mlp=_mlp(config, 0))
+    mtp = MtpSpec(layer=mtp_layer, names=MtpNames(), layer_names=names) if has_mtp else None
     return model_spec(config, generation, layers[0], layers=layers, norm_offset=1.0, names=names, mtp=mtp)
 
 

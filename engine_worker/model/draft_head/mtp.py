@@ -34,8 +34,8 @@ class MtpHead:
     def __init__(self, spec: MtpSpec, network: Network, weights: WeightSource, max_len: int) -> None:
         """Load the layer. Arguments and errors are those of load_draft_head()."""
         self.layer, self._network = spec.layer, network
-        target = network.spec
-        names, size = replace(target.names, experts=target.names.experts.as_stored(weights.names)), target.hidden_size
+        target, size, names = network.spec, network.spec.hidden_size, spec.layer_names
+        names = replace(names, experts=names.experts.as_stored(weights.names))
         method = linear_method(target.quantization, weights.device.type)
         shapes = NormShapes(size, target.norm_eps, offset=target.norm_offset)
         cache_layer = len(target.cache_layers)

@@ -23,8 +23,12 @@ QWEN = {
 }
 
 
-def write_mtp(directory: Path, tokens: tuple[int, int] | None = None) -> Path:
-    """Add the layer to a model. With `tokens`, one of both has the highest logit, whatever the hidden state is."""
+def write_mtp(directory: Path, tokens: tuple[int, int] | None = None, *, is_stacked: bool = False) -> Path:
+    """Add the layer to a model.
+
+    With `tokens`, one of both has the highest logit, whatever the hidden state is. With `is_stacked`, a tensor has all
+    experts of the layer.
+    """
     target = load_transformers(directory)
     layer, generator = _layer(target), torch.Generator().manual_seed(5)
     for name, parameter in layer.named_parameters():
@@ -40,9 +44,7 @@ def write_mtp(directory: Path, tokens: tuple[int, int] | None = None) -> Path:
         others[list(tokens)] = False
         stored[head][others] *= 0.01
     names = _names(target.config)
-    for name, tensor in _as_stored(
-        layer.state_dict(), is_stacked=target.config.model_type == "qwen3_5_moe_text"
-    ).items():
+    for name, tensor in _as_stored(layer.state_dict(), is_stacked=is_stacked).items():
         of_layer = next(of_layer for of_layer in names if name.startswith(of_layer))
         stored[names[of_layer] + name.removeprefix(of_layer)] = tensor.contiguous()
     if target.config.model_type == "glm4_moe":  # its files repeat what the network has
@@ -79,7 +81,7 @@ def _names(config: Any) -> dict[str, str]:
 
 
 def _as_stored(tensors: dict[str, Tensor], *, is_stacked: bool) -> dict[str, Tensor]:
-    """Return one tensor per expert, unless the files stack them as transformers does."""
+    """Return one tensor per expert, or, with `is_stacked`, those of transformers."""
     stored = {}
     for name, tensor in tensors.items():
         experts, _, kind = name.rpartition(".")
@@ -99,7 +101,7 @@ class MtpReference:
         self._layer = _layer(self._target)
         self._states: list[tuple[list[int], Tensor]] = []
         stored, names = load_file(directory / "model.safetensors"), _names(self._target.config)
-        is_stacked = self._target.config.model_type == "qwen3_5_moe_text"
+        is_stacked = "mtp.layers.0.mlp.experts.down_proj" in stored
         for name, tensor in _as_stored(dict(self._layer.state_dict()), is_stacked=is_stacked).items():
             of_layer = next(of_layer for of_layer in names if name.startswith(of_layer))
             tensor.copy_(stored[names[of_layer] + name.removeprefix(of_layer)])  # parts of the layer's own memory
