@@ -190,7 +190,7 @@ class StateTables:
             return
         block_id, kv.state_block, kv.checkpoints = kv.state_block, PADDING_BLOCK_ID, ()
         num_pending, kv.num_pending_tokens = kv.num_pending_tokens, 0
-        is_known = num_pending < kv.num_computed_tokens <= sequence.num_known_tokens
+        is_known = 0 < kv.num_computed_tokens - num_pending <= sequence.num_known_tokens
         if self._publishes and is_known and not self._pool.is_shared(block_id):
             self._checkpoints.publish(sequence, block_id, step, num_pending)
             if is_wanted:

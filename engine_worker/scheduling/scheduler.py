@@ -383,13 +383,14 @@ class Scheduler:
         sequence = scheduled.sequence
         group = self._group(sequence.request_id)
         assert group is not None
+        # By all tokens of the step: a step in flight has followed them, also those after an end.
+        self._kv_cache.retract(sequence, scheduled.num_samples - len(token_ids))
         for number, token_id in enumerate(token_ids[:-1], start=1):
             sequence.output_token_ids.append(token_id)
             if finish_reason(sequence, group.max_num_tokens) is not None:
                 sequence.output_token_ids.pop()  # _update() appends the last one
                 token_ids, logprobs = token_ids[:number], logprobs and logprobs[:number]
                 break
-        self._kv_cache.retract(sequence, scheduled.num_samples - len(token_ids))
         update = self._update(sequence, token_ids, logprobs)
         if sequence.status is SequenceStatus.RUNNING:
             self._kv_cache.trim(sequence)

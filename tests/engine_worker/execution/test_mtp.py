@@ -12,14 +12,15 @@ from engine_worker.execution.settings import DraftSettings
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.kv.preemption import PreemptionMode
 from engine_worker.model.draft_head.files import DraftHeadFiles
-from tests.builders import make_request
+from tests.builders import drafting_by, make_request
 from tests.engine_worker.execution.draft_heads import DRAFT_TOKENS
 from tests.engine_worker.execution.mtp_heads import MtpReference, write_mtp
-from tests.engine_worker.execution.reference import make_runner, write_model
+from tests.engine_worker.execution.reference import make_engine, make_runner, run_engine_to_end, write_model
 from tests.engine_worker.execution.test_draft_head import (
     AHEAD,
     NUM_DRAFTS,
     OF_TWO,
+    ROOMY,
     Recorder,
     num_right,
     requests,
@@ -86,6 +87,30 @@ def test_drafts_of_preempted_requests_are_those_of_transformers(model: Path, mod
     assert sum(engine.stats().counters.preemptions.values()) > 0
     assert drafted.tokens == plain.tokens and num_right(engine) > 5
     check_drafts(recorder, model)
+
+
+@AHEAD
+@pytest.mark.parametrize("model", ["qwen3_5_text"], indirect=True)
+def test_next_turn_continues_where_an_end_was_found(model: Path, ahead: bool) -> None:
+    """Also if the next step was in flight: it applies the tokens before it, and its own wait beside the state."""
+    config: dict[str, Any] = {**ROOMY, "async_scheduling": ahead}
+    drafting = drafting_by(Recorder(NUM_DRAFTS), NUM_DRAFTS, max_samples=16, may_run_ahead=ahead)
+    engine, alone = (
+        make_engine(with_mtp(model), drafting=drafting, **config),
+        make_engine(without_drafts(model), **ROOMY),
+    )
+    prompt, num_known = list(range(10, 80)), 0
+    for turn in range(8):
+        params = {"max_tokens": 40, "seed": turn, "temperature": 1.0, "stop_token_ids": (9,)}
+        request = make_request(prompt, f"t{turn}", allowed_token_ids=DRAFT_TOKENS, logit_bias={9: -2.0}, **params)
+        before = engine.stats().kv_totals.device_hit_tokens
+        answer = run_engine_to_end(engine, [request]).tokens[request.request_id]
+        assert answer == run_engine_to_end(alone, [request]).tokens[request.request_id]
+        assert answer[-1] == 9 or len(answer) == 40
+        hit = engine.stats().kv_totals.device_hit_tokens - before
+        assert hit >= num_known - 1 - NUM_DRAFTS, "all but the last step of the turn before"
+        num_known = len(prompt) + len(answer)
+        prompt = [*prompt, *answer, *range(100 + 20 * turn, 113 + 20 * turn)]
 
 
 def test_check_wants_the_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
