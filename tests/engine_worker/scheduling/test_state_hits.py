@@ -8,7 +8,8 @@ import pytest
 from engine_worker.engine import Engine
 from engine_worker.kv.preemption import HostTierConfig
 from shared.messages import FinishEvent, TokenEvent
-from tests.builders import VOCAB_SIZE, FakeModelRunner, make_engine, make_request
+from tests.builders import VOCAB_SIZE, FakeModelRunner, drafting_by, make_engine, make_request, run_to_end
+from tests.proposers import FakeHead
 
 SIZES: dict[str, Any] = {"num_blocks": 6_000, "block_size": 16}
 MIN_HIT_RATIO = 0.95  # of the tokens that a dense model finds
@@ -79,3 +80,26 @@ def test_hit_in_a_pool_without_room_for_its_copy_is_dropped() -> None:
     second = [*prompt, *tokens[:8], *draw(Random(4), 19)]
     found, cached = answer(engine, second, 1)
     assert len(found) == 1 and cached == 0
+
+
+@pytest.mark.parametrize("num_before", range(1, 9))
+def test_turn_after_an_end_among_right_drafts_finds_a_state_of_its_tokens(num_before: int) -> None:
+    """The step in flight has followed drafts after the end, which were right too: the model goes on past any token.
+
+    The fake model checks the tokens of each state that it reads.
+    """
+    prompt, sizes = draw(Random(5), 30), {**SIZES, "num_state_blocks": 33}
+    going_on, _ = answer(engine_with(33), prompt, 40)
+    assert going_on[num_before] not in going_on[:num_before]
+    engine = make_engine(
+        FakeModelRunner(**sizes, draft_error_ratio=0.0),
+        **sizes,
+        max_model_len=2_048,
+        eos_token_ids=(),
+        drafting=drafting_by(FakeHead(3), may_run_ahead=True),
+        async_scheduling=True,
+    )
+    engine.add_request(make_request(prompt, "first", max_tokens=40, stop_token_ids=(going_on[num_before],)))
+    assert run_to_end(engine).tokens["first"] == going_on[: num_before + 1]
+    again, _ = answer(engine, [*prompt, *going_on[:20]], 20)
+    assert again == going_on[20:]
