@@ -27,10 +27,13 @@ from engine_worker.execution.settings import (
 )
 from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, KVLayout, kv_cache_dtype, num_state_blocks_that_fit
 from engine_worker.kv.span import KVSpan
+from engine_worker.model.draft_head.files import DraftHeadFiles
+from engine_worker.model.draft_head.read import read_draft_head
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
-from engine_worker.model.spec import ModelShape, kv_layout
+from engine_worker.model.spec import ModelShape, ModelSpec, kv_layout
 from engine_worker.model.weight_format import INT4_GROUPS
+from engine_worker.scheduling.speculation.setting import parse_speculative_config
 from shared.settings import SettingsError, parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -43,6 +46,18 @@ WEIGHT_DTYPES = ("bfloat16", "float16", "float32")
 
 class DoesNotFit(ValueError):
     """The weights alone, or the weights and one sequence, exceed the memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DevicePart:
+    """What a device holds."""
+
+    shape: ModelShape  # of its keys, values and states
+    weights_bytes: int
+    weight_format: str = ""  # of quantized linear layers
+    num_devices: int = 1  # that share the model
+    draft_head_bytes: int = 0
+    num_drafts: int = 0  # the most of a sequence and step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +89,7 @@ class Estimate:
     state_bytes: int = 0  # of the recurrent layers of one sequence
     num_states: int = 0  # live ones and checkpoints
     token_counts_bytes: int = 0  # for penalties: 2 bytes per vocabulary token and running slot
+    draft_head_bytes: int = 0
 
     @property
     def kv_cache_tokens(self) -> int:
@@ -88,24 +104,20 @@ def estimate(
     max_model_len: int,
     dtype: str,
     kv_dtype: str = "auto",
-    blueprint: "Blueprint | None" = None,
-    tensor_parallel_size: int = 1,
+    part: DevicePart | None = None,
 ) -> Estimate:
     """Estimate the memory of a model on one device.
 
     `memory_bytes` is the memory of one device for weights and KV; `block_size` and `max_model_len` are in tokens.
-    `blueprint` gives the share of a device and quantized weights; without it, a device holds all of `config` in
-    `dtype`. Recurrent states are counted for the default number of running slots.
+    Without `part`, a device holds all of `config` in `dtype`. Recurrent states are counted for the default number of
+    running slots.
 
     Raises:
         DoesNotFit: If one sequence of `max_model_len` tokens does not fit.
     """
-    share, itemsize = config, ITEMSIZES[dtype]
-    weights_bytes, weight_format = config.num_parameters() * itemsize, ""
-    if blueprint is not None:
-        share, weight_format = blueprint.share(tensor_parallel_size), blueprint.weight_format
-        weights_bytes = blueprint.weights_bytes(tensor_parallel_size, itemsize)
-    layout = kv_layout(share, block_size, kv_cache_dtype(kv_dtype, dtype))
+    part = part or DevicePart(shape=config, weights_bytes=config.num_parameters() * ITEMSIZES[dtype])
+    weights_bytes = part.weights_bytes + part.draft_head_bytes
+    layout = kv_layout(part.shape, block_size, kv_cache_dtype(kv_dtype, dtype), num_drafts=part.num_drafts)
     cache_bytes = memory_bytes - weights_bytes
     num_states = num_state_blocks_that_fit(max(0, cache_bytes), layout.state_bytes, MAX_NUM_SEQS["cuda"])
     kv_bytes = cache_bytes - num_states * layout.state_bytes
@@ -123,19 +135,20 @@ def estimate(
         parameters=config.num_parameters(),
         dtype=dtype,
         kv_cache_dtype=kv_cache_dtype(kv_dtype, dtype),
-        weights_bytes=weights_bytes,
+        weights_bytes=part.weights_bytes,
         kv_bytes_per_token=layout.token_bytes,
         kv_block_bytes=layout.block_bytes,
         kv_cache_bytes=kv_bytes,
         kv_blocks=blocks,
         max_model_len=max_model_len,
         sequences_at_tokens={tokens: count for tokens, count in fitting.items() if tokens <= max_model_len},
-        tensor_parallel_size=tensor_parallel_size,
+        tensor_parallel_size=part.num_devices,
         state_bytes=layout.state_bytes,
         num_states=max(0, num_states - 1),
-        weight_format=weight_format,
+        weight_format=part.weight_format,
         window=_widest_window(layout),
-        kv_groups=_groups(layout, share.cache_owners),
+        kv_groups=_groups(layout, part.shape.cache_owners),
+        draft_head_bytes=part.draft_head_bytes,
     )
 
 
@@ -244,17 +257,40 @@ def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) ->
     length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
     max_num_seqs = parse_count(options.max_num_seqs) if options.max_num_seqs else MAX_NUM_SEQS[options.device]
     token_counts_bytes = 2 * max(max_num_seqs, MIN_SAMPLES) * config.vocab_size
+    dtype = options.dtype or config.dtype
     found = estimate(
         config,
         memory_bytes=int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization) - token_counts_bytes,
         block_size=options.block_size,
         max_model_len=length,
-        dtype=options.dtype or config.dtype,
+        dtype=dtype,
         kv_dtype=options.kv_cache_dtype,
-        blueprint=blueprint,
-        tensor_parallel_size=size,
+        part=_part(options, blueprint, size, ITEMSIZES[dtype]),
     )
     return replace(found, token_counts_bytes=token_counts_bytes)
+
+
+def _part(options: argparse.Namespace, blueprint: "Blueprint", size: int, itemsize: int) -> DevicePart:
+    """Return what one of `size` devices holds; `itemsize` is that of unquantized weights."""
+    part = DevicePart(
+        shape=blueprint.share(size),
+        weights_bytes=blueprint.weights_bytes(size, itemsize),
+        weight_format=blueprint.weight_format,
+        num_devices=size,
+    )
+    if not options.speculative_config:
+        return part
+    config = parse_speculative_config(options.speculative_config)
+    config.check_device(options.device)
+    part = replace(part, num_drafts=config.num_speculative_tokens)
+    if not config.has_head:
+        return part
+    files = DraftHeadFiles(config.method, Path(config.model) if config.model else options.model)
+    spec = read_draft_head(files, part.shape, load_format="dummy", tensor_parallel_size=size)
+    assert isinstance(part.shape, ModelSpec), "checked with the head"
+    # In the dtype of unquantized weights: quantized layers for multi-token prediction take less.
+    head_bytes = spec.num_parameters(part.shape.hidden_size) * itemsize
+    return replace(part, shape=part.shape.followed_by(spec.layer), draft_head_bytes=head_bytes)
 
 
 def _text(found: Estimate) -> str:
@@ -271,6 +307,8 @@ def _text(found: Estimate) -> str:
     if found.num_states:
         size, total = found.state_bytes / 2**20, found.state_bytes * (found.num_states + 1) / 2**30
         lines.append(f"states      {total:8.2f} GiB   {found.num_states:,} of {size:.1f} MiB, one per running sequence")
+    if found.draft_head_bytes:
+        lines.insert(1, f"draft head  {found.draft_head_bytes / 2**30:8.2f} GiB   for --speculative-config")
     lines += [_group_line(group) for group in found.kv_groups if any(each.window for each in found.kv_groups)]
     if found.tensor_parallel_size > 1:
         lines.insert(0, f"per device, with {found.tensor_parallel_size} devices sharing the model:")
@@ -374,6 +412,9 @@ def _add_format_options(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="devices that share the model (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--speculative-config", default="", metavar="JSON", help="drafts, as for a worker (default: none)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

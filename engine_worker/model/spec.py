@@ -93,6 +93,11 @@ class MtpSpec:
     names: MtpNames  # around the layer
     layer_names: NamesSpec  # in it; its experts may be stored in another form than those of the network
 
+    def num_parameters(self, hidden: int) -> int:
+        """Return the parameters beside those of the network, whose hidden size is `hidden`."""
+        tensors = self.layer.tensors(self.layer_names, hidden)
+        return sum(math.prod(tensor.shape) for tensor in tensors) + 2 * hidden * hidden + 3 * hidden
+
 
 class CacheLayer(Protocol):
     """What a layer of the KV pool belongs to."""

@@ -327,6 +327,7 @@ complete -c pagestream -n '_shtab_pagestream_using estimate' -l kv-cache-dtype -
 complete -c pagestream -n '_shtab_pagestream_using estimate' -l block-size -xka "8 16 32 64" -d 'tokens per KV block (default: 16)'
 complete -c pagestream -n '_shtab_pagestream_using estimate' -l enable-expert-parallel -d 'devices share whole experts (default: their inner size)'
 complete -c pagestream -n '_shtab_pagestream_using estimate' -l tensor-parallel-size -x -d 'devices that share the model (default: 1)'
+complete -c pagestream -n '_shtab_pagestream_using estimate' -l speculative-config -x -d 'drafts, as for a worker (default: none)'
 complete -c pagestream -n '_shtab_pagestream_using estimate' -l json -d 'print JSON'
 complete -c pagestream -n '_shtab_pagestream_using estimate; and test $_shtab_pagestream_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'model directory; config.json is enough'
 complete -c pagestream -n '_shtab_pagestream_using; and test $_shtab_pagestream_npos -eq 0' -a top -d 'The KV blocks of a running server.'

@@ -223,6 +223,7 @@ _shtab_pagestream_estimate_options=(
   "--block-size[tokens per KV block (default\: 16)]:block_size:(8 16 32 64)"
   "--enable-expert-parallel[devices share whole experts (default\: their inner size)]"
   "--tensor-parallel-size[devices that share the model (default\: 1)]:N:"
+  "--speculative-config[drafts, as for a worker (default\: none)]:JSON:"
   "--json[print JSON]"
   ":model directory\; config.json is enough:_files"
 )

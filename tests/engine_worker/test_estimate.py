@@ -12,6 +12,9 @@ import torch
 
 from engine_worker.estimate import DoesNotFit, Estimate, estimate, main
 from engine_worker.model.architectures import spec_from_json
+from engine_worker.model.draft_head.files import DraftHeadFiles
+from engine_worker.model.draft_head.head import load_draft_head
+from engine_worker.model.draft_head.read import read_draft_head
 from engine_worker.model.network import Network
 from engine_worker.model.spec import kv_layout
 from engine_worker.model.weights import RandomWeights
@@ -186,3 +189,49 @@ def test_estimate_token_counts_reduce_kv_cache(tmp_path: Path, capsys: pytest.Ca
     vocab_size = int(str(LLAMA_8B["vocab_size"]))
     assert many["token_counts_bytes"] - few["token_counts_bytes"] == 2 * 1000 * vocab_size
     assert few["kv_cache_bytes"] - many["kv_cache_bytes"] == 2 * 1000 * vocab_size
+
+
+QWEN3_5 = {
+    "model_type": "qwen3_5_text", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "dtype": "float32",
+}  # fmt: skip
+HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": 512, "hidden_size": 64,
+    "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "draft_vocab_size": 100, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_estimate_counts_a_draft_head(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its weights, its layer of each KV block, and the tokens that a step with drafts keeps beside a state."""
+    head = tmp_path / "head"
+    head.mkdir()
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_5))
+    (head / "config.json").write_text(json.dumps(HEAD))
+    config = {"method": method} | ({"model": str(head)} if method == "eagle3" else {})
+    found = []
+    for options in ([], ["--speculative-config", json.dumps(config)]):
+        assert main([str(tmp_path), "--gpu-memory", "1G", "--json", *options]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    plain, drafted = found
+    target = spec_from_json(QWEN3_5, {})
+    files = DraftHeadFiles(method, head if method == "eagle3" else tmp_path)
+    spec = read_draft_head(files, target, load_format="dummy")
+    weights = RandomWeights(torch.device("cpu"), torch.float32)
+    load_draft_head(spec, Network(target, RandomWeights(torch.device("cpu"), torch.float32), 64), weights, 64)
+    assert drafted["draft_head_bytes"] == weights.loaded_bytes and plain["draft_head_bytes"] == 0
+    assert drafted["weights_bytes"] == plain["weights_bytes"]
+    assert drafted["kv_bytes_per_token"] == 2 * plain["kv_bytes_per_token"]  # one layer of four attends
+    assert drafted["state_bytes"] > plain["state_bytes"]
+
+
+def test_estimate_refuses_drafts_as_a_worker_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    command = [str(tmp_path), "--max-model-len", "8K", "--speculative-config"]
+    assert main([*command, '{"method": "mtp"}']) == 1
+    assert "mtp needs a model with a layer for multi-token prediction" in capsys.readouterr().err
+    assert main([*command, '{"method": "ngram", "num_speculative_tokens": 7}']) == 1
+    assert "expected 1 to 3 on cuda; got 7" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 Checkpoints of EAGLE, SpecForge and speculators are supported. The last has the layer in `transformer_layer_config`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import AttentionSpec
+from engine_worker.model.specs.names import NamesSpec
 
 _KIND = "eagle3"
 
@@ -25,6 +27,13 @@ class Eagle3Spec:
     norm_eps: float
     tapped_layers: tuple[int, ...]  # the target's layers whose inputs the head reads
     keeps_normed: bool  # the residual starts with the normed hidden state
+
+    def num_parameters(self, hidden: int) -> int:
+        """Return the parameters, without an embedding of its own. `hidden`: the hidden size of both."""
+        tensors = self.layer.tensors(NamesSpec(), hidden)
+        beside_layer = (len(self.tapped_layers) * hidden + self.draft_vocab_size + 2) * hidden
+        wider = hidden * sum(self.attention.qkv_sizes)  # queries, keys and values also read the embedding
+        return sum(math.prod(tensor.shape) for tensor in tensors) + wider + beside_layer
 
     @property
     def attention(self) -> AttentionSpec:
