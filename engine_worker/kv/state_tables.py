@@ -12,12 +12,14 @@ overwritten by every step, so it is never shared: a hit, a fork and a checkpoint
 A step with drafts does not advance the state, because some may be wrong. It keeps the inputs of its tokens in the
 block. The next step applies those of the tokens that stand, which are pending until then.
 
-Checkpoints are made where later prompts are likely to continue: each 2,048 prompt tokens, at the last multiple of 64 in
-a prompt, where two prompts diverge, and where a sequence ends. Prompt chunks end there. Without a free or evictable
+Checkpoints are made where later prompts are likely to continue: each 2,048 prompt tokens, after the first message of a
+chat, at the last multiple of 64 in a prompt, where two prompts diverge, and where a sequence ends. Prompt chunks end
+there. Without a free or evictable
 block, a checkpoint is skipped; it never preempts a sequence.
 """
 
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 
 from engine_worker.kv.block_pool import PADDING_BLOCK_ID, BlockPool
 from engine_worker.kv.checkpoints import Checkpoints, StateHit
@@ -28,6 +30,9 @@ from engine_worker.kv.transfers import BlockCopy, Moves
 
 CHECKPOINT_TOKENS = 64  # a multiple of every KV block size, so that these prefixes have hashes
 DISTANT_TOKENS = 2_048  # between checkpoints of a long prompt
+# The first message of a chat, the system's, is the prefix of others. Few tokens are computed again in less time than
+# the end of a chunk costs, and a message that is longer than the most has distant checkpoints.
+FIRST_MESSAGE_TOKENS = range(256, 8 * DISTANT_TOKENS)
 
 
 class StateTables:
@@ -93,7 +98,8 @@ class StateTables:
         if hit.num_tokens:
             self._checkpoints.want(sequence.kv.state_block)
         if self._publishes:
-            sequence.kv.checkpoints = _checkpoints(sequence.num_prompt_tokens, hit.num_tokens, num_cached_tokens)
+            branches = (num_cached_tokens, _end_of_first_message(sequence))
+            sequence.kv.checkpoints = _checkpoints(sequence.num_prompt_tokens, hit.num_tokens, branches)
 
     def _take_over(self, sequence: Sequence, block_id: int) -> None:
         """Make the last available block, a checkpoint, the live state."""
@@ -240,9 +246,24 @@ def _blocks_of(copies: Iterable[BlockCopy]) -> list[int]:
     return [block_id for copy in copies for block_id in (copy.source_block_id, copy.target_block_id)]
 
 
-def _checkpoints(num_prompt_tokens: int, start: int, num_cached_tokens: int) -> tuple[int, ...]:
-    """Return the positions in a prompt, after `start`, where its state is kept."""
-    last = (num_prompt_tokens - 1) // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
-    diverging = num_cached_tokens // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS
-    wanted = {*range(DISTANT_TOKENS, num_prompt_tokens, DISTANT_TOKENS), last, diverging}
+def _end_of_first_message(sequence: Sequence) -> int:
+    """Return the number of tokens up to the first one that ends a message; 0: it is not among FIRST_MESSAGE_TOKENS.
+
+    Chat templates end each message with a token that also ends an answer, or begin the next one with it.
+    """
+    prompt, limit, found = sequence.prompt_token_ids, FIRST_MESSAGE_TOKENS.stop, []
+    for token_id in sequence.stop_token_ids:
+        with suppress(ValueError):  # index() is faster than a loop
+            found.append(prompt.index(token_id, 1, limit) + 1)
+    return first if (first := min(found, default=0)) in FIRST_MESSAGE_TOKENS else 0
+
+
+def _checkpoints(num_prompt_tokens: int, start: int, branches: Iterable[int]) -> tuple[int, ...]:
+    """Return the positions in a prompt, after `start`, where its state is kept.
+
+    `branches`: tokens after which further requests may continue differently.
+    """
+    ends = (num_prompt_tokens - 1, *branches)
+    wanted = {end // CHECKPOINT_TOKENS * CHECKPOINT_TOKENS for end in ends}
+    wanted.update(range(DISTANT_TOKENS, num_prompt_tokens, DISTANT_TOKENS))
     return tuple(sorted(position for position in wanted if start < position < num_prompt_tokens))

@@ -8,7 +8,7 @@ import pytest
 from engine_worker.engine import Engine
 from engine_worker.kv.preemption import HostTierConfig
 from shared.messages import FinishEvent, TokenEvent
-from tests.builders import VOCAB_SIZE, FakeModelRunner, drafting_by, make_engine, make_request, run_to_end
+from tests.builders import EOS_TOKEN_ID, VOCAB_SIZE, FakeModelRunner, drafting_by, make_engine, make_request, run_to_end
 from tests.proposers import FakeHead
 
 SIZES: dict[str, Any] = {"num_blocks": 6_000, "block_size": 16}
@@ -69,6 +69,21 @@ def test_turns_of_chats_find_all_but_the_last_token(num_states: int, num_host_st
         hits.append(found)
     dense, hybrid = hits
     assert hybrid >= MIN_HIT_RATIO * dense
+
+
+@pytest.mark.parametrize(("num_system_tokens", "num_hit_tokens"), [(900, 896), (130, 0), (17_000, 16_384)])
+def test_second_chat_finds_the_state_after_the_system_message(num_system_tokens: int, num_hit_tokens: int) -> None:
+    """A short message is computed again, and a long one has a checkpoint each 2,048 tokens."""
+    sizes: dict[str, Any] = {"num_blocks": 6_000, "block_size": 16, "num_state_blocks": 33}
+    engine = make_engine(FakeModelRunner(**sizes), **sizes, max_num_batched_tokens=2_048, max_model_len=20_000)
+    random, found = Random(6), list[int]()
+    system = [token_id for token_id in draw(random, 2 * num_system_tokens) if token_id != EOS_TOKEN_ID]
+    for number in range(2):
+        prompt = [*system[: num_system_tokens - 1], EOS_TOKEN_ID, *draw(random, 300)]
+        engine.add_request(make_request(prompt, f"{number}", max_tokens=1))
+        events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
+        found += [event.usage.cached_tokens for event in events if isinstance(event, FinishEvent)]
+    assert found == [0, num_hit_tokens]
 
 
 def test_hit_in_a_pool_without_room_for_its_copy_is_dropped() -> None:
