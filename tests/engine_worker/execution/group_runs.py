@@ -78,8 +78,8 @@ class WatchedBlueprint(NativeBlueprint):
 
     def build(self, *args: Any, **options: Any) -> Any:
         network: Any = super().build(*args, **options)
-        network._head = WatchedHead(network._head)
-        object.__setattr__(self, "head", network._head)
+        network.head = WatchedHead(network.head)
+        object.__setattr__(self, "head", network.head)
         return network
 
 
