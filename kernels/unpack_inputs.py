@@ -117,56 +117,6 @@ def _draft_of_row(feedback, seq_len, next_token_ids, kept_rows, kept_positions, 
     return before + draft, tl.where(is_draft, seq_len - 1 - position, 0)
 
 
-@triton.jit
-def _write_state(states, stride, row, end, pending, kept):
-    """Write where the tokens of a recurrent state end, and its counts."""
-    tl.store(states + row + 1, end)
-    tl.store(states + stride + row, pending)
-    tl.store(states + 2 * stride + row, kept)
-
-
-@triton.jit
-def _write_places(
-    host_table, table, slot_mapping, start, end, first_position, num_blocks,
-    BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Copy a block table of one row, and write the slots of its tokens."""
-    lanes = tl.arange(0, LANES)
-    for first in range(0, num_blocks, LANES):
-        inside = first + lanes < num_blocks
-        tl.store(table + first + lanes, tl.load(host_table + first + lanes, mask=inside), mask=inside)
-    for first in range(0, end - start, LANES):
-        inside = start + first + lanes < end
-        position = first_position + first + lanes
-        block_id = tl.load(host_table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
-        tl.store(slot_mapping + start + first + lanes, slot, mask=inside)
-
-
-@triton.jit
-def _write_padding(
-    row,
-    start,
-    end,
-    token_ids,
-    positions,
-    slot_mapping,
-    slot_stride,
-    query_start_loc,
-    seq_lens,
-    NUM_GROUPS: tl.constexpr,
-):
-    """Write a row that is not in the step; it has a token unless they are used up."""
-    zero = tl.zeros((), tl.int64)
-    tl.store(token_ids + start, zero, mask=start < end)
-    tl.store(positions + start, zero, mask=start < end)
-    for group in tl.static_range(NUM_GROUPS):
-        tl.store(slot_mapping + group * slot_stride + start, zero, mask=start < end)
-    tl.store(query_start_loc + row, start)
-    tl.store(query_start_loc + row + 1, end)
-    tl.store(seq_lens + row, 0)
-
-
 # Counts change from step to step and must not trigger a compilation.
 @triton.jit(
     do_not_specialize=[
@@ -174,13 +124,12 @@ def _write_padding(
     ]
 )  # fmt: skip
 def _unpack_inputs_kernel(
-    host_query_start_loc, host_seq_lens, host_feedback, host_token_ids, host_tables, host_logits_indices, host_states,
+    host_query_start_loc, host_seq_lens, host_feedback, host_token_ids, host_tables, host_logits_indices,
     sampled_token_ids, next_token_ids, kept_rows, kept_positions, drafts,
-    token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices, lowered, states,
+    token_ids, positions, slot_mapping, query_start_loc, seq_lens, block_tables, logits_indices, lowered,
     num_sequences, num_tokens, num_rows, num_padded_tokens, num_logits, row_stride, lookahead,
-    slot_stride, group_stride, table_stride, draft_stride, host_state_stride, state_stride,
-    HAS_DRAFTS: tl.constexpr, HAS_STATES: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    LANES: tl.constexpr,
+    slot_stride, group_stride, table_stride, draft_stride,
+    HAS_DRAFTS: tl.constexpr, NUM_GROUPS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     if row < num_sequences:
@@ -188,27 +137,29 @@ def _unpack_inputs_kernel(
         end = tl.load(host_query_start_loc + row + 1)
         seq_len = tl.load(host_seq_lens + row)
         feedback = tl.load(host_feedback + row)
+        lanes = tl.arange(0, LANES)
         num_blocks = tl.minimum(tl.cdiv(seq_len + lookahead, BLOCK_SIZE), row_stride)
         draft = tl.zeros((), tl.int64)
-        by = tl.zeros((), tl.int32)
         if HAS_DRAFTS:
             draft, by = _draft_of_row(
                 feedback, seq_len, next_token_ids, kept_rows, kept_positions, drafts, draft_stride
             )
             tl.store(lowered + start, by.to(tl.int64), mask=feedback < -1)
             seq_len -= by
-        if HAS_STATES:
-            pending = tl.load(host_states + host_state_stride + row)
-            kept = tl.load(host_states + 2 * host_state_stride + row)
-            fewer = tl.where(pending > 0, by, 0)  # a row without tokens has none
-            _write_state(states, state_stride, row, tl.load(host_states + row), pending - fewer, kept - fewer)
         first_position = seq_len - (end - start)
         for group in tl.static_range(NUM_GROUPS):
             host_table = host_tables + (group * num_sequences + row).to(tl.int64) * row_stride
             table = block_tables + group * group_stride + row.to(tl.int64) * table_stride
-            slots = slot_mapping + group * slot_stride
-            _write_places(host_table, table, slots, start, end, first_position, num_blocks, BLOCK_SIZE, LANES)
-        lanes = tl.arange(0, LANES)
+            for first in range(0, num_blocks, LANES):
+                inside = first + lanes < num_blocks
+                tl.store(table + first + lanes, tl.load(host_table + first + lanes, mask=inside), mask=inside)
+            for first in range(0, end - start, LANES):
+                token = start + first + lanes
+                inside = token < end
+                position = first_position + first + lanes
+                block_id = tl.load(host_table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+                slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
+                tl.store(slot_mapping + group * slot_stride + token, slot, mask=inside)
         for first in range(0, end - start, LANES):
             token = start + first + lanes
             inside = token < end
@@ -226,13 +177,38 @@ def _unpack_inputs_kernel(
     elif row < num_rows:
         start = tl.minimum(num_tokens + row - num_sequences, num_padded_tokens)
         end = tl.minimum(start + 1, num_padded_tokens)
-        _write_padding(
-            row, start, end, token_ids, positions, slot_mapping, slot_stride, query_start_loc, seq_lens, NUM_GROUPS
-        )
-        if HAS_STATES:
-            _write_state(states, state_stride, row, end, 0, 1)
+        zero = tl.zeros((), tl.int64)
+        tl.store(token_ids + start, zero, mask=start < end)
+        tl.store(positions + start, zero, mask=start < end)
+        for group in tl.static_range(NUM_GROUPS):
+            tl.store(slot_mapping + group * slot_stride + start, zero, mask=start < end)
+        tl.store(query_start_loc + row, start)
+        tl.store(query_start_loc + row + 1, end)
+        tl.store(seq_lens + row, 0)
     wanted = tl.load(host_logits_indices + row, mask=row < num_logits, other=0)
     tl.store(logits_indices + row, wanted.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "num_padded_tokens"])
+def _unpack_states_kernel(
+    host_states, host_seq_lens, seq_lens, states, num_sequences, num_tokens, num_padded_tokens, host_stride, stride
+):
+    """Write the starts and counts of one row's recurrent state, after its length was lowered."""
+    row = tl.program_id(0)
+    end = tl.minimum(num_tokens + row - num_sequences + 1, num_padded_tokens)
+    pending = 0
+    kept = 1
+    if row < num_sequences:
+        end = tl.load(host_states + row)
+        pending = tl.load(host_states + host_stride + row)
+        kept = tl.load(host_states + 2 * host_stride + row)
+        lowered = tl.load(host_seq_lens + row) - tl.load(seq_lens + row)
+        fewer = tl.where(pending > 0, lowered, 0)  # a row without tokens has none
+        pending -= fewer
+        kept -= fewer
+    tl.store(states + row + 1, end)
+    tl.store(states + stride + row, pending)
+    tl.store(states + 2 * stride + row, kept)
 
 
 def unpack_inputs_triton(
@@ -258,7 +234,6 @@ def unpack_inputs_triton(
         described.token_ids,
         described.block_tables,
         described.logits_indices,
-        host_states,
         sampled_token_ids,
         last and last.next_token_ids,
         last and last.kept_rows,
@@ -272,7 +247,6 @@ def unpack_inputs_triton(
         inputs.block_tables,
         inputs.logits_indices,
         inputs.lowered,
-        states,
         described.num_sequences,
         described.num_tokens,
         num_rows,
@@ -283,15 +257,25 @@ def unpack_inputs_triton(
         inputs.slot_mapping.stride(0),
         *inputs.block_tables.stride()[:2],
         last.drafts.stride(0) if last is not None else 0,
-        host_states.stride(0) if host_states is not None else 0,
-        states.stride(0) if states is not None else 0,
         HAS_DRAFTS=last is not None,
-        HAS_STATES=states is not None,
         NUM_GROUPS=len(inputs.block_tables),
         BLOCK_SIZE=block_size,
         LANES=1024,
         num_warps=4,
     )
+    if host_states is not None and states is not None:
+        _unpack_states_kernel[(num_rows,)](
+            host_states,
+            described.seq_lens,
+            inputs.seq_lens,
+            states,
+            described.num_sequences,
+            described.num_tokens,
+            num_padded_tokens,
+            host_states.stride(0),
+            states.stride(0),
+            num_warps=1,
+        )
 
 
 def unpack_inputs(

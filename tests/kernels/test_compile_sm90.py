@@ -128,6 +128,7 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "floor_kernel",
         "draw_kernel",
         "_unpack_inputs_kernel",
+        "_unpack_states_kernel",
         "_begin_drafts_kernel",
         "_place_drafts_kernel",
         "_token_bitmask_kernel",
