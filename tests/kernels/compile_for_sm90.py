@@ -410,7 +410,8 @@ def unpacking() -> None:
     others = ("num", "row", "drafted")
     lists = {name: empty(8192) for name in DescribedBatch.__annotations__ if not name.startswith(others)}
     described = DescribedBatch(**lists, num_sequences=250, num_tokens=250, num_logits=250, row_stride=65)
-    inputs = InputTensors(wide(), wide(), wide(), empty(257), empty(256), empty(256, 8192), wide(), wide())
+    slots, tables = empty(1, 8192, dtype=torch.int64), empty(1, 256, 8192)  # of one group
+    inputs = InputTensors(wide(), wide(), slots, empty(257), empty(256), tables, wide(), wide())
     unpack_inputs_triton(described, wide(), inputs, 256, 16)
     last = LastDrafts(wide(), wide(), empty(256), empty(3, 256, dtype=torch.int64))
     unpack_inputs_triton(described, wide(), inputs, 256, 16, last=last)
