@@ -13,20 +13,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_worker.engine import Engine
 from engine_worker.execution.group_health import ALONE
 from engine_worker.execution.load.start_times import StartTimes, log_lines
 from engine_worker.execution.ranks.follower_processes import Followers
-from engine_worker.execution.settings import NO_DRAFTS, DraftSettings
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.kv_durations import KVDurations
 from engine_worker.kv.kv_events import KVEventLog
 from engine_worker.kv.preemption import HostTierConfig, OffloadedPrefixes, PreemptionMode, TransferCosts
 from engine_worker.metrics import EngineInfo
-from engine_worker.model.draft_head.files import DraftHeadFiles
 from engine_worker.model.preflight import check_draft_head, check_files
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.settings import SchedulingSettings
@@ -34,7 +31,7 @@ from engine_worker.scheduling.speculation.draft_gain import DraftGain
 from engine_worker.scheduling.speculation.drafting import Drafting, DraftLimits
 from engine_worker.scheduling.speculation.proposers import PROPOSERS
 from engine_worker.service import CannotStart, LoadedEngine, LoadEngine, Report, WorkerService
-from engine_worker.settings import WorkerSettings
+from engine_worker.settings import WorkerSettings, draft_settings
 from shared.garbage_collection import no_searches, search_rarely
 from shared.logs import configure_logging
 from shared.model_identity import files_identity
@@ -126,7 +123,8 @@ def load_engine(settings: WorkerSettings, report: Report) -> LoadedEngine:
 
     device = chosen_device(settings.execution.device, has_cuda=torch.cuda.is_available())
     settings = settings.for_device(device)
-    runner = load_model_runner(settings.execution, report, followers, _draft_settings(settings))
+    drafts = draft_settings(settings.scheduling.speculation, settings.execution.model)
+    runner = load_model_runner(settings.execution, report, followers, drafts)
     start = times.by_rank(runner.group)
     for line in log_lines(start):
         logger.info("start of %s", line)
@@ -157,7 +155,7 @@ def _check_files(settings: WorkerSettings) -> None:
         execution.enable_expert_parallel,
         execution.max_model_len,
     )
-    if (head := _draft_settings(settings).head) is not None:
+    if (head := draft_settings(settings.scheduling.speculation, execution.model).head) is not None:
         check_draft_head(
             head,
             execution.model,
@@ -228,17 +226,6 @@ def _drafting(settings: WorkerSettings, kv_cache: KVCacheManager, windows: Seque
         ),
         DraftGain(speculation.min_gain, runs_ahead=bool(settings.scheduling.async_scheduling)),
     )
-
-
-def _draft_settings(settings: WorkerSettings) -> DraftSettings:
-    speculation = settings.scheduling.speculation
-    if speculation is None:
-        return NO_DRAFTS
-    head = None
-    if speculation.has_head:
-        directory = Path(speculation.model) if speculation.model else settings.execution.model
-        head = DraftHeadFiles(speculation.method, directory)
-    return DraftSettings(num_drafts=speculation.num_speculative_tokens, head=head)
 
 
 def host_tier_config(runner: "ModelRunner", settings: SchedulingSettings) -> HostTierConfig | None:

@@ -27,13 +27,13 @@ from engine_worker.execution.settings import (
 )
 from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, KVLayout, kv_cache_dtype, num_state_blocks_that_fit
 from engine_worker.kv.span import KVSpan
-from engine_worker.model.draft_head.files import DraftHeadFiles
 from engine_worker.model.draft_head.read import read_draft_head
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.preflight import check_files
 from engine_worker.model.spec import ModelShape, ModelSpec, kv_layout
 from engine_worker.model.weight_format import INT4_GROUPS
 from engine_worker.scheduling.speculation.setting import parse_speculative_config
+from engine_worker.settings import draft_settings
 from shared.settings import SettingsError, parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -282,11 +282,11 @@ def _part(options: argparse.Namespace, blueprint: "Blueprint", size: int, itemsi
         return part
     config = parse_speculative_config(options.speculative_config)
     config.check_device(options.device)
-    part = replace(part, num_drafts=config.num_speculative_tokens)
-    if not config.has_head:
+    drafts = draft_settings(config, options.model)
+    part = replace(part, num_drafts=drafts.num_drafts)
+    if drafts.head is None:
         return part
-    files = DraftHeadFiles(config.method, Path(config.model) if config.model else options.model)
-    spec = read_draft_head(files, part.shape, load_format="dummy", tensor_parallel_size=size)
+    spec = read_draft_head(drafts.head, part.shape, load_format="dummy", tensor_parallel_size=size)
     assert isinstance(part.shape, ModelSpec), "checked with the head"
     # In the dtype of unquantized weights: quantized layers for multi-token prediction take less.
     head_bytes = spec.num_parameters(part.shape.hidden_size) * itemsize

@@ -7,14 +7,25 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine_worker.execution.settings import ExecutionSettings, check_at_least_one
+from engine_worker.execution.settings import NO_DRAFTS, DraftSettings, ExecutionSettings, check_at_least_one
+from engine_worker.model.draft_head.files import DraftHeadFiles
 from engine_worker.scheduling.settings import SchedulingSettings
+from engine_worker.scheduling.speculation.config import SpeculativeConfig
 from shared.redis_keys import store_namespace
 from shared.settings import SettingsError, setting
 from shared.store_address import store_url
 from shared.tracing import collector_url
 
 MIN_DEAD_AFTER_SECONDS = 3  # one heartbeat per second, which may be late by a step
+
+
+def draft_settings(speculation: SpeculativeConfig | None, model: Path) -> DraftSettings:
+    """Return what a model in the directory `model` drafts; a head without a directory is in that of the model."""
+    if speculation is None:
+        return NO_DRAFTS
+    directory = Path(speculation.model) if speculation.model else model
+    head = DraftHeadFiles(speculation.method, directory) if speculation.has_head else None
+    return DraftSettings(num_drafts=speculation.num_speculative_tokens, head=head)
 
 
 @dataclass(frozen=True, kw_only=True)

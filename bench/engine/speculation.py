@@ -183,8 +183,9 @@ def main(argv: list[str]) -> int:
         max_num_seqs=most * (1 + options.drafts),
         max_num_batched_tokens=_MAX_TOKENS,
     )
-    head = DraftHeadFiles("mtp", options.model) if options.mtp else None
-    head = DraftHeadFiles("eagle3", options.head) if options.head is not None else head
+    head = None
+    if options.mtp or options.head is not None:
+        head = DraftHeadFiles("mtp", options.model) if options.mtp else DraftHeadFiles("eagle3", options.head)
     drafts = DraftSettings(num_drafts=options.drafts, head=head)
     runner = load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)
     bench = Speculation(runner, options.drafts, options.tokens, head)

@@ -14,8 +14,7 @@ block. The next step applies those of the tokens that stand, which are pending u
 
 Checkpoints are made where later prompts are likely to continue: each 2,048 prompt tokens, after the first message of a
 chat, at the last multiple of 64 in a prompt, where two prompts diverge, and where a sequence ends. Prompt chunks end
-there. Without a free or evictable
-block, a checkpoint is skipped; it never preempts a sequence.
+there. Without a free or evictable block, a checkpoint is skipped; it never preempts a sequence.
 """
 
 from collections.abc import Collection, Iterable
@@ -30,8 +29,8 @@ from engine_worker.kv.transfers import BlockCopy, Moves
 
 CHECKPOINT_TOKENS = 64  # a multiple of every KV block size, so that these prefixes have hashes
 DISTANT_TOKENS = 2_048  # between checkpoints of a long prompt
-# The first message of a chat, the system's, is the prefix of others. Few tokens are computed again in less time than
-# the end of a chunk costs, and a message that is longer than the most has distant checkpoints.
+# Other chats begin with the same first message, the system's. A shorter one is computed again in less time than one
+# more chunk costs, and a longer one has distant checkpoints.
 FIRST_MESSAGE_TOKENS = range(256, 8 * DISTANT_TOKENS)
 
 

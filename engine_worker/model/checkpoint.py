@@ -24,7 +24,7 @@ _MAX_NAMES = 4  # names listed in an error
 _IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq", "lm_head.weight", ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".prob_scale"
 )  # fmt: skip
-# Parts besides the language model, which is the only served part: vision, audio, and draft heads.
+# Parts besides the language model: vision and audio, which are not served, and draft heads, which are read apart.
 _OTHER_PARTS = (
     "audio_tower.", "embed_audio.", "embed_vision.", "image_newline", "model.image_newline",
     "model.multi_modal_projector.", "model.vision_tower.", "model.visual.", "mtp.", "multi_modal_projector.",

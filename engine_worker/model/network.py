@@ -107,10 +107,11 @@ class DecoderLayer:
 
     def store(self, step: DeviceStep, residual: Tensor) -> None:
         """Store the keys and values of all rows of the input [T, H], and compute nothing else."""
-        assert self._mixer is not None and isinstance(self._mixer.module, Attention), "a layer that attends"
-        mixer = self._mixer
-        entering, _ = _enter(step, torch.zeros_like(residual), residual, mixer.norm_before, mixer.module.scaling)
-        self._mixer.module.store(step, entering)
+        assert self._mixer is not None, "a layer that attends"
+        attention = self._mixer.module
+        assert isinstance(attention, Attention), "a layer that attends"
+        entering, _ = _enter(step, torch.zeros_like(residual), residual, self._mixer.norm_before, attention.scaling)
+        attention.store(step, entering)
 
     def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
         """Norm and scale what a part adds to the residual."""
@@ -237,21 +238,20 @@ class Network:
         """Compute logits; see ServedModel. `taps` may copy hidden states."""
         step = device.begin_step(model_input)
         residual = self.embed(model_input.token_ids)
-        wanted, needs_output = model_input.logits_indices, taps is not None and taps.needs_output
-        hidden, residual = self.through_layers(
-            step, torch.zeros_like(residual), residual, None if needs_output or look is not None else wanted, taps
-        )
+        wanted, reads_output = model_input.logits_indices, taps if taps is not None and taps.needs_output else None
+        rows = wanted if look is None and reads_output is None else None
+        hidden, residual = self.through_layers(step, torch.zeros_like(residual), residual, rows, taps)
         if look is not None:
             output = StepOutput(
                 logits=lambda rows: self._logits_of(step, hidden[rows], residual[rows]),
                 hidden=lambda rows: add_norm(step, hidden[rows], residual[rows], self._norm)[0],
             )
             look(output)
-        if taps is not None and taps.needs_output:
+        if reads_output is not None:
             normed, _ = add_norm(step, hidden, residual, self._norm)
-            taps.left(normed)
+            reads_output.left(normed)
             return self.scaled_logits(self.head(normed[wanted], logits))
-        if look is not None:
+        if rows is None:
             hidden, residual = hidden[wanted], residual[wanted]
         return self._logits_of(step, hidden, residual, logits)
 

@@ -93,6 +93,11 @@ class MtpSpec:
     names: MtpNames  # around the layer
     layer_names: NamesSpec  # in it; its experts may be stored in another form than those of the network
 
+    @property
+    def prefix(self) -> str:
+        """The prefix of its tensors in the files."""
+        return self.names.prefix
+
     def num_parameters(self, hidden: int) -> int:
         """Return the parameters beside those of the network, whose hidden size is `hidden`."""
         tensors = self.layer.tensors(self.layer_names, hidden)

@@ -12,7 +12,6 @@ from engine_worker.model.draft_head.network import DraftedNetwork
 from engine_worker.model.draft_head.read import DraftHeadSpec, read_draft_head
 from engine_worker.model.network import Network
 from engine_worker.model.served_model import Blueprint, ServedModel
-from engine_worker.model.spec import MtpSpec
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 
 
@@ -58,8 +57,7 @@ def with_draft_head(
     if settings.load_format == "dummy":
         weights = RandomWeights(model.device, model.dtype)
     else:
-        under = plan.spec.names.prefix if isinstance(plan.spec, MtpSpec) else ""
-        weights = SafetensorsWeights(plan.files.directory, model.device, model.dtype, report, under)
+        weights = SafetensorsWeights(plan.files.directory, model.device, model.dtype, report, plan.spec.prefix)
     head = load_draft_head(plan.spec, model, weights, max_model_len)
     return DraftedNetwork(model, head, settings.bounds.max_num_batched_tokens), weights.loaded_bytes
 

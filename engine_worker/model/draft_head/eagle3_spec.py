@@ -27,6 +27,7 @@ class Eagle3Spec:
     norm_eps: float
     tapped_layers: tuple[int, ...]  # the target's layers whose inputs the head reads
     keeps_normed: bool  # the residual starts with the normed hidden state
+    prefix: str = ""  # of its tensors: all of the files are its own
 
     def num_parameters(self, hidden: int) -> int:
         """Return the parameters, without an embedding of its own. `hidden`: the hidden size of both."""

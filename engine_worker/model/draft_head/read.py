@@ -47,16 +47,20 @@ def _read_eagle3(directory: Path, target: ModelSpec, has_weights: bool) -> Eagle
 
 
 def _read_mtp(directory: Path, target: ModelSpec, has_weights: bool) -> MtpSpec:
-    mtp, name = target.mtp, ""
-    if mtp is not None:
-        name = f"{mtp.names.project}.weight"
-    if mtp is None or (has_weights and name not in stored_tensors(directory, mtp.names.prefix)):
-        missing = f"the safetensors files have no {name}" if name else "its family or its config.json has none"
-        raise ValueError(
-            f"--speculative-config: method: mtp needs a model with a layer for multi-token prediction; {missing}. "
-            "Use ngram, suffix or eagle3"
-        )
+    mtp = target.mtp
+    if mtp is None:
+        raise _no_mtp("its family or its config.json has none")
+    name = f"{mtp.names.project}.weight"
+    if has_weights and name not in stored_tensors(directory, mtp.prefix):
+        raise _no_mtp(f"the safetensors files have no {name}")
     return mtp
+
+
+def _no_mtp(reason: str) -> ValueError:
+    return ValueError(
+        f"--speculative-config: method: mtp needs a model with a layer for multi-token prediction; {reason}. "
+        "Use ngram, suffix or eagle3"
+    )
 
 
 _READERS: Mapping[str, Callable[[Path, ModelSpec, bool], DraftHeadSpec]] = {"eagle3": _read_eagle3, "mtp": _read_mtp}

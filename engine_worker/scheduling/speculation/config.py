@@ -8,6 +8,9 @@ from shared.settings import SettingsError
 # measured there.
 MAX_DRAFTS = {"cpu": 7, "cuda": 3}
 
+# Methods with a draft head: whether it has a directory of its own.
+_HEADS = {"eagle3": True, "mtp": False}
+
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How drafts are found, and how many are checked in a step."""
@@ -21,7 +24,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     min_gain: float = 1.05  # drafts pause where tokens per second, measured, grow by less; 0: never
 
     def __post_init__(self) -> None:
-        needs_model = self.method == "eagle3"
+        needs_model = _HEADS.get(self.method, False)
         if bool(self.model) is not needs_model:
             needs = "needs the directory of its head" if needs_model else "has no model of its own"
             raise ValueError(f"model: method {self.method} {needs}; got {self.model!r}")
@@ -44,7 +47,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def has_head(self) -> bool:
         """Whether the worker loads a draft head."""
-        return self.method in {"eagle3", "mtp"}
+        return self.method in _HEADS
 
     def check_device(self, device: str) -> None:
         """Raise SettingsError if the device (`cpu` or `cuda`) cannot check so many drafts."""

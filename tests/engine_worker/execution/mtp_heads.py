@@ -44,9 +44,8 @@ def write_mtp(directory: Path, tokens: tuple[int, int] | None = None, *, is_stac
         others[list(tokens)] = False
         stored[head][others] *= 0.01
     names = _names(target.config)
-    for name, tensor in _as_stored(layer.state_dict(), is_stacked=is_stacked).items():
-        of_layer = next(of_layer for of_layer in names if name.startswith(of_layer))
-        stored[names[of_layer] + name.removeprefix(of_layer)] = tensor.contiguous()
+    for name, tensor in _as_stored(layer, names, is_stacked=is_stacked).items():
+        stored[name] = tensor.contiguous()
     if target.config.model_type == "glm4_moe":  # its files repeat what the network has
         prefix = names["mtp_block."]
         stored |= {f"{prefix}shared_head.head.weight": stored[head].clone()}
@@ -80,18 +79,23 @@ def _names(config: Any) -> dict[str, str]:
     }
 
 
-def _as_stored(tensors: dict[str, Tensor], *, is_stacked: bool) -> dict[str, Tensor]:
-    """Return one tensor per expert, or, with `is_stacked`, those of transformers."""
+def _as_stored(layer: Any, names: dict[str, str], *, is_stacked: bool) -> dict[str, Tensor]:
+    """Return the parts of the layer's memory by the checkpoint's names.
+
+    There is one tensor per expert, or, with `is_stacked`, those of transformers.
+    """
     stored = {}
-    for name, tensor in tensors.items():
+    for own_name, tensor in layer.state_dict().items():
+        part = next(part for part in names if own_name.startswith(part))
+        name = names[part] + own_name.removeprefix(part)
         experts, _, kind = name.rpartition(".")
         if is_stacked or not experts.endswith(".experts"):
             stored[name] = tensor
             continue
         for number, matrix in enumerate(tensor):
             parts = matrix.chunk(2) if kind == "gate_up_proj" else (matrix,)
-            for part, of_part in zip(("gate_proj", "up_proj") if len(parts) == 2 else (kind,), parts, strict=True):
-                stored[f"{experts}.{number}.{part}.weight"] = of_part
+            for linear, weight in zip(("gate_proj", "up_proj") if len(parts) == 2 else (kind,), parts, strict=True):
+                stored[f"{experts}.{number}.{linear}.weight"] = weight
     return stored
 
 
@@ -102,9 +106,8 @@ class MtpReference:
         self._states: list[tuple[list[int], Tensor]] = []
         stored, names = load_file(directory / "model.safetensors"), _names(self._target.config)
         is_stacked = "mtp.layers.0.mlp.experts.down_proj" in stored
-        for name, tensor in _as_stored(dict(self._layer.state_dict()), is_stacked=is_stacked).items():
-            of_layer = next(of_layer for of_layer in names if name.startswith(of_layer))
-            tensor.copy_(stored[names[of_layer] + name.removeprefix(of_layer)])  # parts of the layer's own memory
+        for name, tensor in _as_stored(self._layer, names, is_stacked=is_stacked).items():
+            tensor.copy_(stored[name])
 
     @torch.inference_mode()
     def drafts(self, token_ids: list[int], number: int) -> list[int]:

@@ -22,19 +22,16 @@ pytestmark = [
 LIMITS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
 
 
-def load(target: Path, head: Path | None, cudagraph_mode: str) -> ModelRunner:
+def load(directory: Path, cudagraph_mode: str, drafts: DraftSettings, **options: Any) -> ModelRunner:
     settings = ExecutionSettings(
-        model=target,
+        model=directory,
         device="cuda",
         dtype="float32",
-        kv_cache_memory_bytes=2**26,
         swap_space_bytes=0,
         max_model_len=256,
         cudagraph_mode=cudagraph_mode,
-        **LIMITS,
+        **{"kv_cache_memory_bytes": 2**26, **LIMITS, **options},
     )
-    files = DraftHeadFiles("eagle3", head) if head is not None else None
-    drafts = DraftSettings(num_drafts=NUM_DRAFTS, head=files)
     return load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)
 
 
@@ -46,8 +43,9 @@ def test_drafts_on_a_gpu_are_those_of_the_formulas(tmp_path: Path, cudagraph_mod
     head = write_head(tmp_path / "head", target, tokens=DRAFT_TOKENS)
     reference, recorder = HeadReference(head, target), Recorder(NUM_DRAFTS)
     wanted = [*requests(12, **OF_TWO), *requests(12, prefix="t", temperature=1.0, **OF_TWO)]
-    plain, _ = run(load(target, None, cudagraph_mode), wanted, **LIMITS)
-    drafted, engine = run(load(target, head, cudagraph_mode), wanted, recorder, ahead=ahead, **LIMITS)
+    plain, _ = run(load(target, cudagraph_mode, DraftSettings(num_drafts=NUM_DRAFTS)), wanted, **LIMITS)
+    drafts = DraftSettings(num_drafts=NUM_DRAFTS, head=DraftHeadFiles("eagle3", head))
+    drafted, engine = run(load(target, cudagraph_mode, drafts), wanted, recorder, ahead=ahead, **LIMITS)
     assert num_right(engine) > 20 and drafted.tokens == plain.tokens
     wrong = [known for known, made in recorder.made if made != reference.drafts(known, NUM_DRAFTS)]
     # Where both tokens have nearly the same logit, rounding decides.

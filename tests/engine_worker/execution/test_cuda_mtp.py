@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine_worker.execution.load.load import load_model_runner
-from engine_worker.execution.settings import NO_DRAFTS, DraftSettings, ExecutionSettings
-from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.execution.settings import NO_DRAFTS, DraftSettings
 from engine_worker.model.draft_head.files import DraftHeadFiles
 from tests.engine_worker.execution.draft_heads import DRAFT_TOKENS
 from tests.engine_worker.execution.mtp_heads import write_mtp
+from tests.engine_worker.execution.test_cuda_draft_head import LIMITS, load
 from tests.engine_worker.execution.test_draft_head import AHEAD, NUM_DRAFTS, OF_TWO, Recorder, num_right, requests, run
 from tests.engine_worker.execution.test_mtp import check_drafts
 from tests.engine_worker.model.families import write_family
@@ -21,22 +20,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
 ]
-LIMITS: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 64}
-
-
-def load(directory: Path, cudagraph_mode: str, drafts: DraftSettings) -> ModelRunner:
-    settings = ExecutionSettings(
-        model=directory,
-        device="cuda",
-        dtype="float32",
-        kv_cache_memory_bytes=2**27,
-        swap_space_bytes=0,
-        max_model_len=256,
-        cudagraph_mode=cudagraph_mode,
-        deterministic=True,
-        **LIMITS,
-    )
-    return load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)
+OPTIONS: dict[str, Any] = {"kv_cache_memory_bytes": 2**27, "deterministic": True}
 
 
 @pytest.mark.timeout(600)
@@ -49,8 +33,8 @@ def test_drafts_on_a_gpu_are_those_of_transformers(
     directory = write_mtp(write_family(tmp_path, NATIVE[family]), DRAFT_TOKENS)
     recorder = Recorder(NUM_DRAFTS)
     wanted = [*requests(12, **OF_TWO), *requests(12, prefix="t", temperature=1.0, **OF_TWO)]
-    plain, _ = run(load(directory, cudagraph_mode, NO_DRAFTS), wanted, **LIMITS)
+    plain, _ = run(load(directory, cudagraph_mode, NO_DRAFTS, **OPTIONS), wanted, **LIMITS)
     drafts = DraftSettings(num_drafts=NUM_DRAFTS, head=DraftHeadFiles("mtp", directory))
-    drafted, engine = run(load(directory, cudagraph_mode, drafts), wanted, recorder, ahead=ahead, **LIMITS)
+    drafted, engine = run(load(directory, cudagraph_mode, drafts, **OPTIONS), wanted, recorder, ahead=ahead, **LIMITS)
     assert num_right(engine) > 5 and drafted.tokens == plain.tokens
     check_drafts(recorder, directory)
