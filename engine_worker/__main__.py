@@ -156,13 +156,7 @@ def _check_files(settings: WorkerSettings) -> None:
         execution.max_model_len,
     )
     if (head := draft_settings(settings.scheduling.speculation, execution.model).head) is not None:
-        check_draft_head(
-            head,
-            execution.model,
-            execution.model_impl,
-            execution.load_format,
-            execution.tensor_parallel_size,
-        )
+        check_draft_head(head, execution.model, execution.model_impl, execution.load_format)
 
 
 def _info(runner: "ModelRunner", device: str) -> EngineInfo:

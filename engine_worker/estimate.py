@@ -22,7 +22,9 @@ from engine_worker.execution.settings import (
     MAX_NUM_SEQS,
     MIN_SAMPLES,
     MODEL_IMPLS,
+    NO_DRAFTS,
     QUANTIZATIONS,
+    DraftSettings,
     ExecutionSettings,
 )
 from engine_worker.kv.layout import ITEMSIZES, KV_CACHE_DTYPES, KVLayout, kv_cache_dtype, num_state_blocks_that_fit
@@ -89,6 +91,7 @@ class Estimate:
     state_bytes: int = 0  # of the recurrent layers of one sequence
     num_states: int = 0  # live ones and checkpoints
     token_counts_bytes: int = 0  # for penalties: 2 bytes per vocabulary token and running slot
+    searched_bytes: int = 0  # tokens of sequences, which drafts are found in
     draft_head_bytes: int = 0
 
     @property
@@ -256,37 +259,45 @@ def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) ->
     config = blueprint.shape
     length = parse_count(options.max_model_len) if options.max_model_len else config.max_position_embeddings
     max_num_seqs = parse_count(options.max_num_seqs) if options.max_num_seqs else MAX_NUM_SEQS[options.device]
-    token_counts_bytes = 2 * max(max_num_seqs, MIN_SAMPLES) * config.vocab_size
+    num_samples = max(max_num_seqs, MIN_SAMPLES)
+    token_counts_bytes = 2 * num_samples * config.vocab_size
+    drafts = _draft_settings(options, size)
+    searched_bytes = drafts.searched_bytes(num_samples, length)
+    memory_bytes = int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization)
     dtype = options.dtype or config.dtype
     found = estimate(
         config,
-        memory_bytes=int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization) - token_counts_bytes,
+        memory_bytes=memory_bytes - token_counts_bytes - searched_bytes,
         block_size=options.block_size,
         max_model_len=length,
         dtype=dtype,
         kv_dtype=options.kv_cache_dtype,
-        part=_part(options, blueprint, size, ITEMSIZES[dtype]),
+        part=_part(drafts, blueprint, size, ITEMSIZES[dtype]),
     )
-    return replace(found, token_counts_bytes=token_counts_bytes)
+    return replace(found, token_counts_bytes=token_counts_bytes, searched_bytes=searched_bytes)
 
 
-def _part(options: argparse.Namespace, blueprint: "Blueprint", size: int, itemsize: int) -> DevicePart:
+def _draft_settings(options: argparse.Namespace, size: int) -> DraftSettings:
+    """Return the drafts of `size` devices."""
+    if not options.speculative_config:
+        return NO_DRAFTS
+    config = parse_speculative_config(options.speculative_config)
+    config.check_place(options.device, size)
+    return draft_settings(config, options.model)
+
+
+def _part(drafts: DraftSettings, blueprint: "Blueprint", size: int, itemsize: int) -> DevicePart:
     """Return what one of `size` devices holds; `itemsize` is that of unquantized weights."""
     part = DevicePart(
         shape=blueprint.share(size),
         weights_bytes=blueprint.weights_bytes(size, itemsize),
         weight_format=blueprint.weight_format,
         num_devices=size,
+        num_drafts=drafts.num_drafts,
     )
-    if not options.speculative_config:
-        return part
-    config = parse_speculative_config(options.speculative_config)
-    config.check_device(options.device)
-    drafts = draft_settings(config, options.model)
-    part = replace(part, num_drafts=drafts.num_drafts)
     if drafts.head is None:
         return part
-    spec = read_draft_head(drafts.head, part.shape, load_format="dummy", tensor_parallel_size=size)
+    spec = read_draft_head(drafts.head, part.shape, load_format="dummy")
     assert isinstance(part.shape, ModelSpec), "checked with the head"
     # In the dtype of unquantized weights: quantized layers for multi-token prediction take less.
     head_bytes = spec.num_parameters(part.shape.hidden_size) * itemsize
@@ -309,6 +320,8 @@ def _text(found: Estimate) -> str:
         lines.append(f"states      {total:8.2f} GiB   {found.num_states:,} of {size:.1f} MiB, one per running sequence")
     if found.draft_head_bytes:
         lines.insert(1, f"draft head  {found.draft_head_bytes / 2**30:8.2f} GiB   for --speculative-config")
+    if found.searched_bytes:
+        lines.insert(2, f"tokens      {found.searched_bytes / 2**30:8.2f} GiB   searched for drafts")
     lines += [_group_line(group) for group in found.kv_groups if any(each.window for each in found.kv_groups)]
     if found.tensor_parallel_size > 1:
         lines.insert(0, f"per device, with {found.tensor_parallel_size} devices sharing the model:")

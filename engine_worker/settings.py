@@ -25,7 +25,8 @@ def draft_settings(speculation: SpeculativeConfig | None, model: Path) -> DraftS
         return NO_DRAFTS
     directory = Path(speculation.model) if speculation.model else model
     head = DraftHeadFiles(speculation.method, directory) if speculation.has_head else None
-    return DraftSettings(num_drafts=speculation.num_speculative_tokens, head=head)
+    lengths = (speculation.prompt_lookup_min, speculation.prompt_lookup_max) if speculation.searches_on_device else None
+    return DraftSettings(num_drafts=speculation.num_speculative_tokens, head=head, ngram_lengths=lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +86,7 @@ class WorkerSettings:
         """Return these settings with every device-dependent None filled in. `device`: `cpu` or `cuda`."""
         execution = self.execution.for_device(device)
         execution = replace(execution, num_threads=execution.num_threads or _threads_of(execution))
-        scheduling = self.scheduling.for_device(device, execution.swap_space_bytes or 0)
+        scheduling = self.scheduling.for_device(device, execution.swap_space_bytes or 0, execution.tensor_parallel_size)
         return replace(self, execution=execution, scheduling=scheduling)
 
 

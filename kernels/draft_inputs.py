@@ -1,4 +1,4 @@
-"""Inputs of the passes of a draft head: the tokens after each row of a step, and places for what follows them.
+"""Inputs of drafts: the tokens after each row of a step, and places of the passes of a draft head.
 
     begin_drafts()    once per step: the next tokens, and the last row of each sequence whose drafts were right
     place_drafts()    before each further pass: its positions, slots and lengths
@@ -6,32 +6,30 @@
 A step that checks drafts has a row and a sample for the token before them and for each draft.
 """
 
-from torch import Tensor
-
 from kernels.draft_inputs_reference import (
     DraftPlaces,
+    LastDrafts,
     SampledStep,
     begin_drafts_reference,
     place_drafts_reference,
 )
 
 
-def begin_drafts(step: SampledStep, next_token_ids: Tensor, places: DraftPlaces) -> None:
+def begin_drafts(step: SampledStep, last: LastDrafts) -> None:
     """Write the token after each token of a step, and the rows from which the sequences are continued.
 
     A draft stands if it and all drafts before it equal the sample at their place.
 
     Args:
         step: The step.
-        next_token_ids: [T] int64, written.
-        places: `kept_rows` and `kept_positions` are written.
+        last: `next_token_ids`, `kept_rows` and `kept_positions` are written.
     """
     if not step.token_ids.is_cuda:
-        begin_drafts_reference(step, next_token_ids, places)
+        begin_drafts_reference(step, last)
         return
     from kernels.draft_inputs_triton import begin_drafts_triton  # noqa: PLC0415 - imports triton, which a CPU worker lacks
 
-    begin_drafts_triton(step, next_token_ids, places)
+    begin_drafts_triton(step, last)
 
 
 def place_drafts(places: DraftPlaces, number: int, max_len: int, block_size: int) -> None:

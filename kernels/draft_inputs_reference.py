@@ -35,33 +35,32 @@ class DraftPlaces:
 
 @dataclass(frozen=True, slots=True)
 class LastDrafts:
-    """What a step left for the next one on the device: Q sequences with up to D drafts each."""
+    """What a step left for the next one on the device: Q sequences with up to D drafts each.
+
+    Tensors may be longer than their used part.
+    """
 
     next_token_ids: Tensor  # [P] int64, the token after each of the step's tokens
     kept_rows: Tensor  # [Q] int64, the last token of each sequence that stands
     kept_positions: Tensor  # [Q] int32
     drafts: Tensor  # [D, Q] int64
-
-    @property
-    def lookahead(self) -> int:
-        """Tokens that the head computes after the last one of a step, if all drafts of the step stand."""
-        return len(self.drafts) - 1
+    lookahead: int  # tokens that are computed after the last one of a step, if all drafts of the step stand
 
 
-def begin_drafts_reference(step: SampledStep, next_token_ids: Tensor, places: DraftPlaces) -> None:
+def begin_drafts_reference(step: SampledStep, last: LastDrafts) -> None:
     starts = step.query_start_loc.tolist()
     for row, following in enumerate(step.following.tolist()):
         start, end = starts[row : row + 2]
         if start < end:
-            next_token_ids[start : end - 1] = step.token_ids[start + 1 : end]
-            next_token_ids[end - 1] = following if following >= 0 else step.sampled[-1 - following]
+            last.next_token_ids[start : end - 1] = step.token_ids[start + 1 : end]
+            last.next_token_ids[end - 1] = following if following >= 0 else step.sampled[-1 - following]
     drawn, rows, token_ids = step.sampled.tolist(), step.logits_indices.tolist(), step.token_ids.tolist()
-    for index, (first, last) in enumerate(zip(step.first_samples.tolist(), step.last_samples.tolist(), strict=True)):
+    for index, (first, end) in enumerate(zip(step.first_samples.tolist(), step.last_samples.tolist(), strict=True)):
         kept = first
-        while kept < last and token_ids[rows[kept + 1]] == drawn[kept]:
+        while kept < end and token_ids[rows[kept + 1]] == drawn[kept]:
             kept += 1
-        places.kept_rows[index] = rows[kept] if last >= 0 else 0
-        places.kept_positions[index] = step.positions[rows[kept]] if last >= 0 else -1
+        last.kept_rows[index] = rows[kept] if end >= 0 else 0
+        last.kept_positions[index] = step.positions[rows[kept]] if end >= 0 else -1
 
 
 def place_drafts_reference(places: DraftPlaces, number: int, max_len: int, block_size: int) -> None:

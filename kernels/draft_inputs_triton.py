@@ -2,9 +2,8 @@
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from kernels.draft_inputs_reference import MAX_DRAFTS, DraftPlaces, SampledStep
+from kernels.draft_inputs_reference import MAX_DRAFTS, DraftPlaces, LastDrafts, SampledStep
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sequences"])
@@ -38,7 +37,7 @@ def _begin_drafts_kernel(
         tl.store(kept_positions + index, position.to(tl.int32))
 
 
-def begin_drafts_triton(step: SampledStep, next_token_ids: Tensor, places: DraftPlaces) -> None:
+def begin_drafts_triton(step: SampledStep, last: LastDrafts) -> None:
     num_rows, num_sequences = len(step.following), len(step.first_samples)
     _begin_drafts_kernel[(max(num_rows, num_sequences),)](
         step.token_ids,
@@ -49,9 +48,9 @@ def begin_drafts_triton(step: SampledStep, next_token_ids: Tensor, places: Draft
         step.following,
         step.first_samples,
         step.last_samples,
-        next_token_ids,
-        places.kept_rows,
-        places.kept_positions,
+        last.next_token_ids,
+        last.kept_rows,
+        last.kept_positions,
         num_rows,
         num_sequences,
         MAX_DRAFTS=MAX_DRAFTS,

@@ -6,7 +6,7 @@ from random import Random
 from engine_worker.kv.sequence import Sequence
 from engine_worker.scheduling.speculation.config import SpeculativeConfig
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
-from engine_worker.scheduling.speculation.proposers.head import HeadProposer
+from engine_worker.scheduling.speculation.proposers.executor import ExecutorProposer
 from tests.builders import VOCAB_SIZE, next_token
 
 
@@ -58,7 +58,7 @@ class FlickeringGain(DraftGain):
         return self._random.random() < 0.5
 
 
-class FakeHead(HeadProposer):
+class FakeHead(ExecutorProposer):
     """Proposes what the executor made."""
 
     def __init__(self, num_drafts: int) -> None:

@@ -43,10 +43,19 @@ class StepBounds:
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSettings:
-    """How many tokens are drafted, and the head to load beside the model; from --speculative-config."""
+    """How many tokens are drafted, and what makes them on the device, if anything; from --speculative-config."""
 
     num_drafts: int  # for each sequence and step, at most
-    head: DraftHeadFiles | None = None
+    head: DraftHeadFiles | None = None  # to load beside the model
+    ngram_lengths: tuple[int, int] | None = None  # to search for: the fewest and the most of the last tokens
+
+    @property
+    def are_made_on_device(self) -> bool:
+        return self.head is not None or self.ngram_lengths is not None
+
+    def searched_bytes(self, num_sequences: int, max_model_len: int) -> int:
+        """Return the bytes of the tokens that the device keeps and searches."""
+        return 4 * num_sequences * max_model_len if self.ngram_lengths is not None else 0
 
 
 NO_DRAFTS = DraftSettings(num_drafts=0)

@@ -63,7 +63,6 @@ def check_draft_head(
     directory: Path,
     model_impl: str = "auto",
     load_format: str = "auto",
-    tensor_parallel_size: int = 1,
 ) -> None:
     """Check the files of a draft head against its target in `directory`.
 
@@ -73,4 +72,4 @@ def check_draft_head(
     files = read_model_files(directory)
     if is_native(files.config, model_impl):  # else the worker refuses heads when it has loaded transformers
         target = spec_from_json(files.config, files.generation)
-        read_draft_head(head, target, load_format=load_format, tensor_parallel_size=tensor_parallel_size)
+        read_draft_head(head, target, load_format=load_format)

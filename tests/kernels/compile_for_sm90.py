@@ -47,6 +47,8 @@ from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.moe.route import route_triton
 from kernels.moe.shared_gate_triton import add_gated_triton
 from kernels.moe.weights import ExpertProduct, Int4Experts
+from kernels.ngram_drafts_reference import NgramLengths, TokenTable
+from kernels.ngram_drafts_triton import ngram_drafts_triton, record_tokens_triton
 from kernels.recurrent.batch import DraftedStates, PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.triton_kernels import TritonRecurrent
 from kernels.rms_norm import add_rms_norm_quantized, add_rms_norm_triton, rms_norm_triton
@@ -413,7 +415,7 @@ def unpacking() -> None:
     slots, tables = empty(1, 8192, dtype=torch.int64), empty(1, 256, 8192)  # of one group
     inputs = InputTensors(wide(), wide(), slots, empty(257), empty(256), tables, wide(), wide())
     unpack_inputs_triton(described, wide(), inputs, 256, 16)
-    last = LastDrafts(wide(), wide(), empty(256), empty(3, 256, dtype=torch.int64))
+    last = LastDrafts(wide(), wide(), empty(256), empty(3, 256, dtype=torch.int64), 2)
     unpack_inputs_triton(described, wide(), inputs, 256, 16, last=last)
     states = empty(3, 257)
     with_states = replace(described, drafted_states=states), wide(), replace(inputs, drafted_states=states)
@@ -429,8 +431,12 @@ def drafting() -> None:
 
     step = SampledStep(empty(256), empty(256), narrow(257), empty(256), empty(256), narrow(256), narrow(64), narrow(64))
     places = DraftPlaces(empty(64), narrow(64), empty(64), narrow(64), empty(1, 64), narrow(1, 64, 8192))
-    begin_drafts_triton(step, empty(256), places)
+    last = LastDrafts(empty(256), places.kept_rows, places.kept_positions, empty(3, 64), 2)
+    begin_drafts_triton(step, last)
     place_drafts_triton(places, 1, 8192, 16)
+    table = TokenTable(narrow(64, 8192), narrow(64))
+    record_tokens_triton(step, last, table)
+    ngram_drafts_triton(last, table, NgramLengths(2, 4), last.drafts)
 
 
 def describe(case: str, kernel: CompiledKernel, report: str) -> dict[str, object]:

@@ -130,6 +130,8 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "_unpack_inputs_kernel",
         "_unpack_states_kernel",
         "_begin_drafts_kernel",
+        "_ngram_drafts_kernel",
+        "_record_tokens_kernel",
         "_place_drafts_kernel",
         "_token_bitmask_kernel",
         "_log_normalizer_kernel",

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from engine_worker.execution.load.kv_dtype_choice import chosen_kv_cache_dtype
-from engine_worker.execution.load.load_draft_head import (
+from engine_worker.execution.load.load_drafts import (
     DraftHeadPlan,
     draft_bounds,
     draft_head_plan,
+    draft_maker,
     with_draft_head,
 )
 from engine_worker.execution.load.quantization_choice import chosen_quantization
@@ -31,7 +32,7 @@ from engine_worker.execution.load.step_memory import measure_step_bytes
 from engine_worker.execution.ranks.same_model import check_same_model
 from engine_worker.execution.settings import IN_GROUPS, NO_DRAFTS, DraftSettings, ExecutionSettings
 from engine_worker.execution.step.cuda_graphs import GraphKey, graph_keys
-from engine_worker.execution.step.draft_steps import DraftSteps, last_drafts
+from engine_worker.execution.step.draft_maker import DraftMaker, last_drafts
 from engine_worker.execution.step.host_pool import STAGING_BYTES_OF_STATES, staging_bytes
 from engine_worker.execution.step.input_builder import HostInputs, StepInputs
 from engine_worker.execution.step.kv_cache import (
@@ -52,7 +53,6 @@ from engine_worker.model.devices import (
     check_weight_format,
     chosen_device,
 )
-from engine_worker.model.draft_head.network import DraftedNetwork
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.quantization.grouped import why_no_kernels
 from engine_worker.model.served_model import Blueprint, ServedModel, check_options
@@ -96,7 +96,7 @@ class LoadedReplica:
     replica: Replica
     weights_bytes: int
     quantization: str  # of the linear layers: none, fp8, int4, int8 or as-stored
-    drafts: DraftSteps | None  # the passes of the draft head
+    drafts: DraftMaker | None  # if they are made on the device
 
 
 def load_plan(settings: ExecutionSettings, rank: int = 0, drafts: DraftSettings = NO_DRAFTS) -> LoadPlan:
@@ -204,7 +204,9 @@ def load_replica(
     report("allocate_kv", 0.0, "")
     layout = kv_layout(model.spec, settings.block_size, kv_dtype, num_drafts=plan.drafts.num_drafts)
     step_bytes = _step_bytes(plan, model, kv_dtype, sample) if device.type == "cuda" else 0
-    memory = measure_memory(device, weights_bytes, step_bytes + _staging_bytes(settings, layout, device))
+    searched_bytes = plan.drafts.searched_bytes(settings.bounds.max_num_samples, max_model_len)
+    reserved_bytes = step_bytes + searched_bytes + _staging_bytes(settings, layout, device)
+    memory = measure_memory(device, weights_bytes, reserved_bytes)
     kv_cache = _allocate_kv_cache(plan, layout, memory, ranks)
     report("allocate_kv", 1.0, _description(kv_cache))
     report("warmup", 0.0, "graphs" if device.type == "cuda" else "")
@@ -241,8 +243,8 @@ def _device(settings: ExecutionSettings, rank: int) -> torch.device:
 
 def _replica(
     plan: LoadPlan, model: ServedModel, kv_cache: KVCache, *, has_logits: bool
-) -> tuple[Replica, Iterator[tuple[float, str]], DraftSteps | None]:
-    """Return the replica, an iterator that captures its graphs, and the passes of its draft head.
+) -> tuple[Replica, Iterator[tuple[float, str]], DraftMaker | None]:
+    """Return the replica, an iterator that captures its graphs, and what makes drafts.
 
     `has_logits`: see StepGraphs.
     """
@@ -250,12 +252,11 @@ def _replica(
     graphs = _graph_keys(settings) if plan.device.type == "cuda" else []
     max_rows = max([bounds.max_num_samples, *(key.size for key in graphs)])
     limits = max_rows, bounds.max_num_batched_tokens, max_model_len
-    passes = draft_bounds(plan.drafts.num_drafts, kv_cache, limits) if plan.draft_head is not None else None
-    last = last_drafts(passes, plan.device) if passes is not None else None
+    making = draft_bounds(plan.drafts, kv_cache, limits)
+    last = last_drafts(making, plan.device) if plan.drafts.are_made_on_device else None
     inputs, persistent = _inputs(plan, kv_cache, max_rows, last)
-    replica, drafts = Replica(model, kv_cache, inputs, max_model_len), None
-    if isinstance(model, DraftedNetwork) and passes is not None and last is not None:
-        drafts = DraftSteps(model, replica.device, passes, last)
+    replica = Replica(model, kv_cache, inputs, max_model_len)
+    drafts = draft_maker(plan.drafts, model, replica.device, making, last) if last is not None else None
     if not graphs or persistent is None:
         return replica, iter(()), drafts
     captures = replica.capture_graphs(persistent, graphs, has_logits=has_logits)
@@ -267,7 +268,7 @@ def _replica(
 def _inputs(
     plan: LoadPlan, kv_cache: KVCache, max_rows: int, last: LastDrafts | None
 ) -> "tuple[StepInputs, PersistentInputs | None]":
-    """Return the inputs of steps, again if graphs can read them. `last`: what a draft head leaves for the next step."""
+    """Return the inputs of steps, again if graphs can read them. `last`: what drafts leave for the next step."""
     settings, device = plan.settings, plan.device
     if device.type != "cuda":
         return HostInputs(settings.block_size, last, 1 + plan.drafts.num_drafts), None

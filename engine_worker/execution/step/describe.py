@@ -17,7 +17,7 @@ from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """Tokens after those of a step, whose blocks a draft head also needs."""
+    """Tokens after those of a step, whose blocks a maker of drafts also needs."""
 
     num_tokens: int
     max_model_len: int
@@ -60,12 +60,12 @@ class StepDescriber:
         self._lookahead = lookahead
         self._sample_of: dict[object, int] = {}
         self._drafting_of: dict[object, int] = {}
-        self._last = _Described([], [])
+        self._last, self._number = _Described([], []), 0
 
     def describe(self, batch: ScheduledBatch) -> StepDescription:
         entries = _one_sample_each(batch.sequences)
         rows = self._in_order(entries)
-        self._last = _Described(entries, rows)
+        self._last, self._number = _Described(entries, rows), self._number + 1
         query_lens = np.array([scheduled.num_new_tokens for scheduled in rows], dtype=np.int32)
         query_start_loc = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(query_lens, dtype=np.int32, out=query_start_loc[1:])
@@ -88,7 +88,7 @@ class StepDescriber:
         )
 
     def describe_drafts(self, batch: ScheduledBatch) -> DraftDescription:
-        """Return what a draft head must know of the last described step, whose batch is `batch`."""
+        """Return what a maker of drafts must know of the last described step, whose batch is `batch`."""
         entries, rows = self._last.entries, self._last.rows
         row_of = {id(entry): row for row, entry in enumerate(rows)}
         following, number = np.zeros(len(rows), dtype=np.int32), 0
@@ -116,7 +116,12 @@ class StepDescriber:
             table_rows=np.array(last_rows, dtype=np.int32),
             drafting=drafting,
             max_seq_len=int(self._lookahead.ends(longest)[0]),
+            step=self._number,
         )
+
+    def without_drafts(self) -> None:
+        """Record that the last described step neither checks nor makes drafts: its tokens in flight are its samples."""
+        self._drafting_of = {}
 
     def rows_of(self, batch: ScheduledBatch) -> list[ScheduledSequence]:
         """Return the scheduled sequences that have tokens, in the order of their rows in the step.

@@ -1,4 +1,4 @@
-"""What a draft head must know of a step, as a plain value beside its StepDescription."""
+"""What a maker of drafts must know of a step, as a plain value beside its StepDescription."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from engine_worker.scheduling.batch import Sequence
 
 @dataclass(frozen=True, slots=True)
 class DraftDescription:
-    """What a head must know of a step; see kernels/draft_inputs_reference.py:SampledStep.
+    """What a maker must know of a step; see kernels/draft_inputs_reference.py:SampledStep.
 
     Attributes:
         following: [S] int32.
@@ -17,6 +17,7 @@ class DraftDescription:
         table_rows: [Q] int32, a row of S with all blocks of the sequence.
         drafting: The Q sequences.
         max_seq_len: Of the passes after the first one, in tokens.
+        step: Its number.
     """
 
     following: Int32Array
@@ -25,3 +26,4 @@ class DraftDescription:
     table_rows: Int32Array
     drafting: list[Sequence]
     max_seq_len: int
+    step: int

@@ -1,72 +1,25 @@
 """Run a draft head after each step: store its keys and values, and draft the next tokens of sequences.
 
-    pending = steps.launch(...)     enqueues the passes after a step was sampled
-    pending.by_sequence             waits for the token ids
-
 The first pass computes all rows of the target's step, so the KV cache of the head has no holes, whoever computed a
-prefix. Each further pass computes one row per sequence. Decode steps of few rows run as a CUDA graph. What the passes
-leave in LastDrafts lets the next step begin before the host knows the drafts.
+prefix. Each further pass computes one row per sequence. Decode steps of few rows run as a CUDA graph.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine_worker.execution.step.cuda_graphs import GraphInputs, GraphKey
 from engine_worker.execution.step.describe import Lookahead
 from engine_worker.execution.step.draft_description import DraftDescription
+from engine_worker.execution.step.draft_maker import DraftBounds, PendingDrafts, SampledSteps
 from engine_worker.model.devices import Device
 from engine_worker.model.draft_head.network import DraftedNetwork
 from engine_worker.model.model_input import ModelInput
-from engine_worker.scheduling.batch import Sequence
 from kernels.draft_inputs import begin_drafts, place_drafts
-from kernels.draft_inputs_reference import DraftPlaces, LastDrafts, SampledStep
+from kernels.draft_inputs_reference import DraftPlaces, LastDrafts
 
 MAX_GRAPH_ROWS = 128  # larger steps take longer than the launches of the head's passes
-
-
-@dataclass(frozen=True, slots=True)
-class DraftBounds:
-    num_drafts: int  # for each sequence
-    max_rows: int  # sequences and samples of a step, padding included
-    max_tokens: int  # of a step
-    max_model_len: int
-    block_size: int
-    num_groups: int
-
-
-class PendingDrafts:
-    """Drafts that may not be computed yet. On CUDA their copy to the host is enqueued."""
-
-    def __init__(self, token_ids: Tensor, drafting: list[Sequence]) -> None:
-        """Copy `token_ids` [num_drafts, Q], the drafts of the sequences `drafting`, to the host."""
-        self._drafting = drafting
-        self._token_ids = token_ids.to("cpu", non_blocking=True) if token_ids.is_cuda else token_ids.clone()
-        self._copied = torch.cuda.Event() if token_ids.is_cuda else None
-        if self._copied is not None:
-            self._copied.record()
-
-    @cached_property
-    def by_sequence(self) -> Mapping[Sequence, list[int]]:
-        """Wait for the device, and return the drafts of each sequence."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return dict(zip(self._drafting, self._token_ids.t().tolist(), strict=True))
-
-
-def last_drafts(bounds: DraftBounds, device: torch.device) -> LastDrafts:
-    """Allocate what the passes leave for the next step."""
-    rows = bounds.max_rows
-    return LastDrafts(
-        next_token_ids=torch.zeros(bounds.max_tokens, dtype=torch.int64, device=device),
-        kept_rows=torch.zeros(rows, dtype=torch.int64, device=device),
-        kept_positions=torch.zeros(rows, dtype=torch.int32, device=device),
-        drafts=torch.zeros(bounds.num_drafts, rows, dtype=torch.int64, device=device),
-    )
 
 
 class _Buffers:
@@ -80,8 +33,7 @@ class _Buffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         num_blocks = -(-bounds.max_model_len // bounds.block_size)
-        self.described = zeros(4, max_rows, dtype=torch.int32)  # as the fields of DraftDescription
-        self.sampled = zeros(max_rows)
+        self.sampled = SampledSteps(max_rows, device)
         self.last = last
         self._places = DraftPlaces(
             kept_rows=last.kept_rows,
@@ -92,34 +44,6 @@ class _Buffers:
             block_tables=zeros(bounds.num_groups, max_rows, num_blocks, dtype=torch.int32),
         )
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-
-    def write(self, description: DraftDescription, sampled: Tensor) -> None:
-        """Enqueue copies of a step's arrays, padded to the end of the buffers, and of its samples."""
-        rows = np.zeros(self.described.shape, dtype=np.int32)
-        rows[2] = -1
-        for row, values in zip(
-            rows,
-            (description.following, description.first_samples, description.last_samples, description.table_rows),
-            strict=True,
-        ):
-            row[: len(values)] = values
-        host = torch.from_numpy(rows)
-        self.described.copy_(host.pin_memory() if self.described.is_cuda else host, non_blocking=True)
-        self.sampled[: len(sampled)] = sampled
-
-    def step(self, model_input: ModelInput, num_sequences: int) -> SampledStep:
-        """Return the step with views of this memory."""
-        following, firsts, lasts, _ = self.described
-        return SampledStep(
-            token_ids=model_input.token_ids,
-            positions=model_input.positions,
-            query_start_loc=model_input.query_start_loc,
-            logits_indices=model_input.logits_indices,
-            sampled=self.sampled,
-            following=following[: len(model_input.seq_lens)],
-            first_samples=firsts[:num_sequences],
-            last_samples=lasts[:num_sequences],
-        )
 
     def places(self, num_sequences: int, width: int) -> DraftPlaces:
         """Return views for so many sequences, and blocks of a table."""
@@ -150,7 +74,9 @@ class _Buffers:
 
 
 class DraftSteps:
-    """The passes of one head."""
+    """The passes of one head. Implements DraftMaker."""
+
+    follows_all_steps = True  # the next pass reads keys and values of all tokens
 
     def __init__(self, model: DraftedNetwork, device: Device, bounds: DraftBounds, last: LastDrafts) -> None:
         """Allocate the buffers. `device`: the one that the target's steps use. `last`: what their inputs read."""
@@ -163,19 +89,8 @@ class DraftSteps:
     def launch(
         self, model_input: ModelInput, key: GraphKey | None, sampled: Tensor, description: DraftDescription, number: int
     ) -> PendingDrafts | None:
-        """Enqueue the passes after a step, whose inputs must still be there.
-
-        Args:
-            model_input: Of the step.
-            key: The graph that the step ran as, or None.
-            sampled: [N] int64, on the device.
-            description: The step.
-            number: Drafts for each sequence; 0: only keys and values are stored.
-
-        Returns:
-            The drafts, or None if there are none.
-        """
-        self._buffers.write(description, sampled)
+        """Enqueue the passes after a step; without drafts only keys and values are stored. See DraftMaker."""
+        self._buffers.sampled.write(description, description.table_rows, sampled)
         num_sequences = len(description.drafting)
         if not number or not num_sequences:
             self._store(model_input, num_sequences)
@@ -188,11 +103,7 @@ class DraftSteps:
 
     @torch.inference_mode()
     def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:
-        """Capture the drafts of small decode steps.
-
-        Yields:
-            Progress from 0 to 1, and a description of the captured graph.
-        """
+        """Capture the drafts of small decode steps; see DraftMaker."""
         keys = [key for key in keys if not key.mixed and key.size <= MAX_GRAPH_ROWS]
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         for number, key in enumerate(reversed(keys), start=1):
@@ -205,8 +116,7 @@ class DraftSteps:
             num_rows=size, num_tokens=size, num_logits=size, max_query_len=1, max_seq_len=max_len
         )
         inputs.fill_with_padding(size)
-        self._buffers.described.zero_()
-        self._buffers.described[2] = -1
+        self._buffers.sampled.clear()
         self._draft(model_input, size, self._bounds.num_drafts, max_len)  # compiles and loads the kernels
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -219,7 +129,7 @@ class DraftSteps:
 
     def _store(self, model_input: ModelInput, num_sequences: int) -> None:
         """Store the keys and values of a step, and note what stands of its first sequences."""
-        next_token_ids = self._begin(model_input, self._buffers.places(num_sequences, 0))
+        next_token_ids = self._begin(model_input, num_sequences)
         hidden = self._head.combine(self._model.taps(len(next_token_ids)))
         self._head.store(self._device.begin_step(model_input), next_token_ids, hidden)
 
@@ -228,21 +138,21 @@ class DraftSteps:
         buffers, bounds = self._buffers, self._bounds
         drafts = buffers.last.drafts[:, :num_sequences]
         places = buffers.places(num_sequences, model_input.block_tables.shape[2])
-        next_token_ids = self._begin(model_input, places)
+        next_token_ids = self._begin(model_input, num_sequences)
         hidden = self._head.combine(self._model.taps(len(next_token_ids)))
         step = self._device.begin_step(model_input)
         token_ids, hidden = self._head(step, next_token_ids, hidden, places.kept_rows)
         drafts[0] = token_ids
         if number > 1:
-            places.block_tables.copy_(model_input.block_tables[:, buffers.described[3, :num_sequences].long()])
+            places.block_tables.copy_(model_input.block_tables[:, buffers.sampled.described[3, :num_sequences].long()])
         for further in range(1, number):
             place_drafts(places, further, bounds.max_model_len, bounds.block_size)
             step = self._device.begin_step(buffers.pass_input(places, max_seq_len))
             token_ids, hidden = self._head(step, token_ids, hidden)
             drafts[further] = token_ids
 
-    def _begin(self, model_input: ModelInput, places: DraftPlaces) -> Tensor:
+    def _begin(self, model_input: ModelInput, num_sequences: int) -> Tensor:
         """Return the token after each of the step's tokens, and write what stands."""
-        next_token_ids = self._buffers.last.next_token_ids[: len(model_input.token_ids)]
-        begin_drafts(self._buffers.step(model_input, len(places.kept_rows)), next_token_ids, places)
-        return next_token_ids
+        last = self._buffers.last
+        begin_drafts(self._buffers.sampled.step(model_input, num_sequences), last)
+        return last.next_token_ids[: len(model_input.token_ids)]

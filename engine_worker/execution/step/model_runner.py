@@ -28,7 +28,7 @@ from engine_worker.scheduling.batch import GREEDY, FinishedStep, ScheduledBatch,
 from shared.messages import EncodedLogprobs, Grammar, SamplingParams, encoded_logprobs
 
 if TYPE_CHECKING:
-    from engine_worker.execution.step.draft_steps import DraftSteps, PendingDrafts
+    from engine_worker.execution.step.draft_maker import DraftMaker, PendingDrafts
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class ModelRunner:
         replica: StepReplica,
         sampler: Sampler,
         weights_bytes: int = 0,
-        drafts: "DraftSteps | None" = None,
+        drafts: "DraftMaker | None" = None,
         num_drafts: int = 0,
     ) -> None:
         """Run batches on `replica`.
@@ -119,7 +119,7 @@ class ModelRunner:
             replica: The model.
             sampler: For its logits.
             weights_bytes: Of the model.
-            drafts: Runs the draft head, if the model has one.
+            drafts: Makes drafts after each step, if the device does.
             num_drafts: The most drafts of a sequence and step.
         """
         kv_cache, self._drafts = replica.kv_cache, drafts
@@ -207,6 +207,10 @@ class ModelRunner:
         self, batch: ScheduledBatch, step: PreparedStep, tokens: SampledTokens | None
     ) -> "PendingDrafts | None":
         if self._drafts is None:
+            return None
+        has_drafts = batch.num_drafts_to_make or any(scheduled.drafts for scheduled in batch.sequences)
+        if not (has_drafts or self._drafts.follows_all_steps):
+            self._describer.without_drafts()
             return None
         sampled = tokens.token_ids if tokens is not None else torch.zeros(0, dtype=torch.int64)
         description = self._describer.describe_drafts(batch)

@@ -13,27 +13,19 @@ from shared.model_files import read_json
 DraftHeadSpec: TypeAlias = Eagle3Spec | MtpSpec
 
 
-def read_draft_head(
-    files: DraftHeadFiles, target: ModelShape, *, load_format: str = "auto", tensor_parallel_size: int = 1
-) -> DraftHeadSpec:
-    """Read a head, and check it against its target and the settings.
+def read_draft_head(files: DraftHeadFiles, target: ModelShape, *, load_format: str = "auto") -> DraftHeadSpec:
+    """Read a head, and check it against its target.
 
     Args:
         files: Where it is.
         target: The model that it drafts for.
         load_format: auto or dummy; dummy needs no weights.
-        tensor_parallel_size: Number of ranks.
 
     Raises:
         ValueError: If it is not such a head, or does not fit. The message names the setting or the field.
     """
     if not isinstance(target, ModelSpec):
         raise ValueError("--speculative-config: a draft head needs --model-impl native; the model runs in transformers")
-    if tensor_parallel_size > 1:
-        raise ValueError(
-            f"--speculative-config: a draft head needs --tensor-parallel-size 1; got {tensor_parallel_size}. "
-            "Use ngram or suffix"
-        )
     return _READERS[files.method](files.directory, target, load_format != "dummy")
 
 

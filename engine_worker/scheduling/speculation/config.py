@@ -18,8 +18,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     method: str  # a key of PROPOSERS
     model: str = ""  # eagle3: directory of the head
     num_speculative_tokens: int = 3  # the most drafts of a sequence and step
-    prompt_lookup_min: int = 2  # ngram: the fewest last tokens that must have occurred before
-    prompt_lookup_max: int = 4  # ngram: the most that are compared; the longest match is continued
+    prompt_lookup_min: int = 2  # ngram, ngram_gpu: the fewest last tokens that must have occurred before
+    prompt_lookup_max: int = 4  # ngram, ngram_gpu: the most that are compared; the longest match is continued
     suffix_decoding_max_tree_depth: int = 24  # suffix: the most last tokens that are compared
     min_gain: float = 1.05  # drafts pause where tokens per second, measured, grow by less; 0: never
 
@@ -49,8 +49,25 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """Whether the worker loads a draft head."""
         return self.method in _HEADS
 
-    def check_device(self, device: str) -> None:
-        """Raise SettingsError if the device (`cpu` or `cuda`) cannot check so many drafts."""
+    @property
+    def searches_on_device(self) -> bool:
+        """Whether the device keeps the tokens of sequences, and searches them."""
+        return self.method == "ngram_gpu"
+
+    @property
+    def lookahead(self) -> int:
+        """Tokens after those of a step that making its drafts computes: a head runs on its own drafts."""
+        return self.num_speculative_tokens - 1 if self.has_head else 0
+
+    def check_place(self, device: str, tensor_parallel_size: int) -> None:
+        """Raise SettingsError if so many ranks, or a device (`cpu` or `cuda`), cannot make or check the drafts."""
+        if self.searches_on_device and device == "cpu":
+            raise SettingsError("--speculative-config: method: ngram_gpu needs --device cuda; use ngram")
+        if (self.has_head or self.searches_on_device) and tensor_parallel_size > 1:
+            raise SettingsError(
+                f"--speculative-config: method: {self.method} needs --tensor-parallel-size 1; "
+                f"got {tensor_parallel_size}. Use ngram or suffix"
+            )
         most = MAX_DRAFTS[device]
         if self.num_speculative_tokens > most:
             raise SettingsError(

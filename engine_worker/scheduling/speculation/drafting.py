@@ -3,11 +3,11 @@
     drafts_of(decodes)     when a step is planned: proposals, and blocks for them
     verified()             when it is applied: how many were right
     step_took()            the time of a step, from which draft_gain.py decides
-    received()             what a head made, or a grammar forces, which comes before other proposals
+    received()             what the executor made, or a grammar forces, which comes before other proposals
 
 A draft is a token in flight: until its step is applied it counts in num_inflight_tokens. A proposer on the host must
-know the last token, so while its drafts are on, no step runs ahead. Drafts of a head may stay on the device: a step
-runs ahead with them unless sampling needs known tokens.
+know the last token, so while its drafts are on, no step runs ahead. Drafts of the executor may stay on the device: a
+step runs ahead with them unless sampling needs known tokens.
 """
 
 from collections.abc import Iterable, Mapping
@@ -41,6 +41,10 @@ class DeviceProposer(Proposer, Protocol):
     def num_made(self) -> int:
         """Drafts to make for each sequence."""
 
+    @property
+    def lookahead(self) -> int:
+        """Tokens after those of a step that making them computes."""
+
     def received(self, sequence: Sequence, drafts: list[int]) -> None:
         """Keep drafts that follow the known tokens."""
 
@@ -50,7 +54,7 @@ class DraftLimits:
     max_drafts: int  # of a sequence and step
     max_samples: int  # of a step: one per decode, and one per draft
     max_tokens: int  # of a step
-    may_run_ahead: bool = False  # with drafts of a head: asynchronous scheduling, and no windows, which free blocks
+    may_run_ahead: bool = False  # with drafts of the executor: asynchronous, and no windows, which free blocks
 
     def of_step(self, num_sampled: int) -> int:
         """Return the most drafts of a step. Half of the tokens beside its decodes stay, so that prompts progress."""
@@ -62,7 +66,7 @@ class Drafting:
         """Prepare to draft. `kv_cache` gives drafts their blocks, and `gain` decides whether drafting pays."""
         self.totals = SpeculationTotals.of(limits.max_drafts)
         self._proposer = proposer
-        self._head = proposer if isinstance(proposer, DeviceProposer) else None
+        self._executor = proposer if isinstance(proposer, DeviceProposer) else None
         self._forced = GivenDrafts()
         self._making: set[Sequence] = set()  # the last scheduled step makes drafts for these
         self._kv_cache = kv_cache
@@ -80,22 +84,22 @@ class Drafting:
 
     def runs_ahead(self, running: Iterable[Sequence]) -> bool:
         """Whether steps of these sequences run ahead with drafts that only the device has."""
-        return self._head is not None and self._limits.may_run_ahead and not any(map(_needs_known_tokens, running))
+        return self._executor is not None and self._limits.may_run_ahead and not any(map(_needs_known_tokens, running))
 
     def num_to_make(self, batch: list[ScheduledSequence], num_running: int) -> int:
         """Return how many drafts the executor makes for each sequence at the end of a step, the last scheduled one."""
         if not self._gain.is_on(num_running):
             self._making = set()
             return 0
-        if self._head is None:
+        if self._executor is None:
             return self._limits.max_drafts
         self._making = {one.sequence for one in batch if one.samples and one.num_new_tokens}
-        return self._head.num_made
+        return self._executor.num_made
 
     def received(self, sequence: Sequence, drafts: list[int]) -> None:
-        """Keep the drafts that came with a step: those of a head, or those that a grammar forces."""
+        """Keep the drafts that came with a step: those of the executor, or those that a grammar forces."""
         if _may_draft(sequence):
-            keep = self._head.received if self._head is not None else self._forced.keep
+            keep = self._executor.received if self._executor is not None else self._forced.keep
             keep(sequence, drafts)
 
     def drafts_of(
@@ -121,16 +125,19 @@ class Drafting:
         """Return drafts, -1, -2, ... for those that the step in flight makes."""
         if not sequence.num_inflight_tokens:
             return self._forced.take(sequence, most) or self._proposer.propose(sequence, most)
-        if self._head is None or sequence not in self._making:
+        if self._executor is None or sequence not in self._making:
             return []
-        return [-number for number in range(1, min(most, self._head.num_made) + 1)]
+        return [-number for number in range(1, min(most, self._executor.num_made) + 1)]
 
     def _take_blocks(self, sequence: Sequence, num_drafts: int) -> bool:
         """Count the drafts as tokens in flight, if there are blocks for them without a preemption.
 
         A head computes further drafts after them, at places that need blocks too.
         """
-        num_inflight, num_after = sequence.num_inflight_tokens, self._head.num_made - 1 if self._head is not None else 0
+        num_inflight, num_after = (
+            sequence.num_inflight_tokens,
+            self._executor.lookahead if self._executor is not None else 0,
+        )
         sequence.num_inflight_tokens = num_inflight + num_drafts + num_after
         if self._kv_cache.needs_room(sequence, sequence.num_tokens):
             if not self._kv_cache.can_allocate(sequence):

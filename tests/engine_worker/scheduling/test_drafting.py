@@ -136,7 +136,7 @@ def test_drafts_leave_half_of_the_free_tokens_to_prompts() -> None:
     [
         ("ngram", "JSON object such as"),
         ({}, "missing required field `method`"),
-        ({"method": "eagle"}, "method: expected one of ngram, suffix, eagle3, mtp; got 'eagle'"),
+        ({"method": "eagle"}, "method: expected one of ngram, ngram_gpu, suffix, eagle3, mtp; got 'eagle'"),
         ({"method": "ngram", "num_speculative_tokens": 8}, "num_speculative_tokens: expected 1 to 7; got 8"),
         ({"method": "ngram", "num_speculative_tokens": "3"}, r"Expected `int`, got `str` - at `\$.num_speculative_tok"),
         ({"method": "ngram", "prompt_lookup_min": 5}, r"at most prompt_lookup_max \(4\); got 5"),
@@ -157,6 +157,21 @@ def test_more_drafts_than_a_gpu_checks_are_refused() -> None:
     assert settings.for_device("cpu", 0).speculation is not None
     with pytest.raises(SettingsError, match="num_speculative_tokens: expected 1 to 3 on cuda; got 4"):
         settings.for_device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("config", "place", "problem"),
+    [
+        ({"method": "ngram_gpu"}, ("cpu", 0, 1), "method: ngram_gpu needs --device cuda; use ngram"),
+        ({"method": "ngram_gpu"}, ("cuda", 0, 2), "method: ngram_gpu needs --tensor-parallel-size 1; got 2"),
+        ({"method": "mtp"}, ("cpu", 0, 2), "method: mtp needs --tensor-parallel-size 1; got 2. Use ngram or suffix"),
+        ({"method": "eagle3", "model": "/head"}, ("cuda", 0, 4), "eagle3 needs --tensor-parallel-size 1; got 4"),
+    ],
+)
+def test_drafts_that_a_device_or_a_group_cannot_make_are_refused(config: Any, place: Any, problem: str) -> None:
+    settings = SchedulingSettings(speculative_config=json.dumps(config))
+    with pytest.raises(SettingsError, match=problem):
+        settings.for_device(*place)
 
 
 def test_drafts_are_counted_by_position() -> None:

@@ -1,4 +1,4 @@
-"""The Triton kernels of a draft head's inputs against their references, and these against a step computed by hand."""
+"""The Triton kernels of the inputs of drafts against their references, and these against a step computed by hand."""
 
 from dataclasses import fields
 
@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.draft_inputs_reference import DraftPlaces, SampledStep, begin_drafts_reference, place_drafts_reference
+from kernels.draft_inputs_reference import (
+    DraftPlaces,
+    LastDrafts,
+    SampledStep,
+    begin_drafts_reference,
+    place_drafts_reference,
+)
 from kernels.draft_inputs_triton import begin_drafts_triton, place_drafts_triton
 
 UNWRITTEN, BLOCK_SIZE = -77, 4
@@ -52,10 +58,20 @@ def places(num_sequences: int = 4, num_groups: int = 2) -> DraftPlaces:
     )
 
 
+def last_drafts(num_tokens: int, places: DraftPlaces) -> LastDrafts:
+    return LastDrafts(
+        next_token_ids=torch.full((num_tokens,), UNWRITTEN),
+        kept_rows=places.kept_rows,
+        kept_positions=places.kept_positions,
+        drafts=torch.zeros(3, len(places.kept_rows), dtype=torch.int64),
+        lookahead=2,
+    )
+
+
 def test_reference_keeps_right_drafts_and_shifts_tokens() -> None:
-    written, next_token_ids = places(), torch.full((11,), UNWRITTEN)
-    begin_drafts_reference(step(), next_token_ids, written)
-    assert next_token_ids.tolist() == [51, 52, 53, 54, 61, 62, 71, 72, 73, 81, 0]
+    written = last_drafts(11, places())
+    begin_drafts_reference(step(), written)
+    assert written.next_token_ids.tolist() == [51, 52, 53, 54, 61, 62, 71, 72, 73, 81, 0]
     # 51 was drawn as drafted; then 52, not 59. The draft 53 after it equals its sample, which counts no more.
     assert written.kept_rows.tolist() == [1, 8, 9, 0]
     assert written.kept_positions.tolist() == [9, 6, 2, -1]
@@ -116,10 +132,10 @@ def random_step(generator: torch.Generator) -> tuple[SampledStep, int]:
 def test_triton_equals_the_references(seed: int) -> None:
     one, num_sequences = random_step(torch.Generator().manual_seed(seed))
     expected, written = places(num_sequences), places(num_sequences)
-    next_token_ids = torch.full((2, len(one.token_ids)), UNWRITTEN)
-    begin_drafts_reference(one, next_token_ids[0], expected)
-    begin_drafts_triton(one, next_token_ids[1], written)
-    assert next_token_ids[0].tolist() == next_token_ids[1].tolist()
+    lasts = [last_drafts(len(one.token_ids), these) for these in (expected, written)]
+    begin_drafts_reference(one, lasts[0])
+    begin_drafts_triton(one, lasts[1])
+    assert lasts[0].next_token_ids.tolist() == lasts[1].next_token_ids.tolist()
     assert_equal(written, expected)
     for these in (expected, written):
         these.kept_positions.clamp_(max=13)

@@ -131,6 +131,7 @@ def drafted() -> tuple[DescribedBatch, torch.Tensor, LastDrafts]:
         kept_rows=torch.tensor([1, 4]),
         kept_positions=int32(5, 2),
         drafts=torch.tensor([[90, 95], [91, 96], [92, 97]]),
+        lookahead=2,
     )
     return described, torch.zeros(1, dtype=torch.int64), last
 

@@ -5,10 +5,16 @@ from types import MappingProxyType
 
 from engine_worker.scheduling.speculation.config import SpeculativeConfig
 from engine_worker.scheduling.speculation.drafting import Proposer
-from engine_worker.scheduling.speculation.proposers.head import HeadProposer
+from engine_worker.scheduling.speculation.proposers.executor import ExecutorProposer
 from engine_worker.scheduling.speculation.proposers.ngram import NgramProposer
 from engine_worker.scheduling.speculation.proposers.suffix import SuffixProposer
 
 PROPOSERS: Mapping[str, Callable[[SpeculativeConfig], Proposer]] = MappingProxyType(
-    {"ngram": NgramProposer, "suffix": SuffixProposer, "eagle3": HeadProposer, "mtp": HeadProposer}
+    {
+        "ngram": NgramProposer,
+        "ngram_gpu": ExecutorProposer,
+        "suffix": SuffixProposer,
+        "eagle3": ExecutorProposer,
+        "mtp": ExecutorProposer,
+    }
 )

@@ -1,11 +1,14 @@
-"""Load a draft head beside its target: check it before weights load, join both, and prepare its passes."""
+"""Load what makes drafts on the device. A head is checked before weights load, and joined with its target."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine_worker.execution.settings import DraftSettings, ExecutionSettings
-from engine_worker.execution.step.draft_steps import DraftBounds
+from engine_worker.execution.step.draft_maker import DraftBounds, DraftMaker
+from engine_worker.execution.step.draft_steps import DraftSteps
 from engine_worker.execution.step.kv_cache import KVCache
+from engine_worker.execution.step.ngram_drafts import NgramDrafts
+from engine_worker.model.devices import Device
 from engine_worker.model.draft_head.files import DraftHeadFiles
 from engine_worker.model.draft_head.head import load_draft_head
 from engine_worker.model.draft_head.network import DraftedNetwork
@@ -13,6 +16,8 @@ from engine_worker.model.draft_head.read import DraftHeadSpec, read_draft_head
 from engine_worker.model.network import Network
 from engine_worker.model.served_model import Blueprint, ServedModel
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
+from kernels.draft_inputs_reference import LastDrafts
+from kernels.ngram_drafts_reference import NgramLengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +36,7 @@ def draft_head_plan(drafts: DraftSettings, blueprint: Blueprint, settings: Execu
     """
     if drafts.head is None:
         return None
-    spec = read_draft_head(
-        drafts.head,
-        blueprint.shape,
-        load_format=settings.load_format,
-        tensor_parallel_size=settings.tensor_parallel_size,
-    )
+    spec = read_draft_head(drafts.head, blueprint.shape, load_format=settings.load_format)
     return DraftHeadPlan(files=drafts.head, spec=spec)
 
 
@@ -62,14 +62,28 @@ def with_draft_head(
     return DraftedNetwork(model, head, settings.bounds.max_num_batched_tokens), weights.loaded_bytes
 
 
-def draft_bounds(num_drafts: int, kv_cache: KVCache, limits: tuple[int, int, int]) -> DraftBounds:
-    """Return the bounds of the passes. `limits`: rows and tokens of a step, padding included, and of a sequence."""
+def draft_bounds(drafts: DraftSettings, kv_cache: KVCache, limits: tuple[int, int, int]) -> DraftBounds:
+    """Return the bounds of what makes drafts on the device.
+
+    `limits`: rows and tokens of a step, padding included, and of a sequence.
+    """
     max_rows, max_tokens, max_model_len = limits
     return DraftBounds(
-        num_drafts=num_drafts,
+        num_drafts=drafts.num_drafts,
         max_rows=max_rows,
         max_tokens=max_tokens,
         max_model_len=max_model_len,
         block_size=kv_cache.block_size,
         num_groups=len(kv_cache.layout.groups),
+        lookahead=drafts.num_drafts - 1 if drafts.head is not None else 0,
     )
+
+
+def draft_maker(
+    drafts: DraftSettings, model: ServedModel, device: Device, bounds: DraftBounds, last: LastDrafts
+) -> DraftMaker:
+    """Return what makes drafts after each step of `model`, whose steps use `device`."""
+    if drafts.ngram_lengths is not None:
+        return NgramDrafts(NgramLengths(*drafts.ngram_lengths), bounds, last)
+    assert isinstance(model, DraftedNetwork), "with_draft_head() joined them"
+    return DraftSteps(model, device, bounds, last)

@@ -1,4 +1,7 @@
-"""Propose what a draft head of the model made at the end of the last step (execution/step/draft_steps.py)."""
+"""Propose what the executor made at the end of the last step: by a draft head of the model, or by a search on the GPU.
+
+See execution/step/draft_maker.py.
+"""
 
 from collections.abc import Iterable
 
@@ -7,9 +10,9 @@ from engine_worker.scheduling.speculation.config import SpeculativeConfig
 from engine_worker.scheduling.speculation.given_drafts import GivenDrafts
 
 
-class HeadProposer:
+class ExecutorProposer:
     def __init__(self, config: SpeculativeConfig) -> None:
-        self.num_made = config.num_speculative_tokens
+        self.num_made, self.lookahead = config.num_speculative_tokens, config.lookahead
         self._made = GivenDrafts()
 
     def received(self, sequence: Sequence, drafts: list[int]) -> None:

@@ -1,0 +1,120 @@
+"""Draft what followed the last tokens of a sequence earlier in it, by a search on the device after each step.
+
+The device keeps the tokens of sequences in a table. Those of steps that it drafts in are written there by the device,
+and all others by the host, which knows them. So a step that neither checks nor makes drafts costs nothing.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine_worker.execution.sampling.sampling_pieces import to_device
+from engine_worker.execution.step.cuda_graphs import GraphInputs, GraphKey
+from engine_worker.execution.step.describe import Lookahead
+from engine_worker.execution.step.draft_description import DraftDescription
+from engine_worker.execution.step.draft_maker import DraftBounds, PendingDrafts, SampledSteps
+from engine_worker.execution.step.step_description import Int32Array
+from engine_worker.model.model_input import ModelInput
+from engine_worker.scheduling.batch import Sequence
+from kernels.draft_inputs import begin_drafts
+from kernels.draft_inputs_reference import LastDrafts
+from kernels.ngram_drafts import ngram_drafts, record_tokens
+from kernels.ngram_drafts_reference import NgramLengths, TokenTable
+
+
+@dataclass(slots=True)
+class _Row:
+    number: int
+    num_tokens: int = 0  # that were known when its tokens were last complete on the device
+    step: int = -1  # the last one in which it drafted
+
+
+class TokenRows:
+    """Rows of the table, by sequence. The one that drafted longest ago gives its row to a new one."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._rows: OrderedDict[Sequence, _Row] = OrderedDict()
+
+    def of(self, drafting: list[Sequence], step: int) -> tuple[Int32Array, dict[int, tuple[int, list[int]]]]:
+        """Return the row of each sequence, and for some rows the position of the first missing token, and the tokens.
+
+        The device itself completes a sequence that also drafted in the step before. `step`: its number.
+        """
+        for sequence in drafting:
+            if sequence in self._rows:
+                self._rows.move_to_end(sequence)
+        missing = {}
+        for sequence in drafting:
+            row = self._rows.get(sequence) or self._taken(sequence)
+            known = sequence.num_known_tokens
+            if row.step != step - 1 or not row.num_tokens:
+                missing[row.number] = row.num_tokens, sequence.token_ids(row.num_tokens, known)
+            row.num_tokens, row.step = known, step
+        return np.array([self._rows[sequence].number for sequence in drafting], dtype=np.int32), missing
+
+    def _taken(self, sequence: Sequence) -> _Row:
+        number = len(self._rows)
+        if number == self._num_rows:
+            _, row = self._rows.popitem(last=False)
+            number = row.number
+        self._rows[sequence] = row = _Row(number)
+        return row
+
+
+class NgramDrafts:
+    """Implements DraftMaker."""
+
+    follows_all_steps = False
+
+    def __init__(self, lengths: NgramLengths, bounds: DraftBounds, last: LastDrafts) -> None:
+        """Allocate the table. `last`: what the inputs of the next step read."""
+        device = last.drafts.device
+        self._lengths, self._last = lengths, last
+        self._sampled = SampledSteps(bounds.max_rows, device)
+        self._rows = TokenRows(bounds.max_rows)
+        self._table = torch.zeros(bounds.max_rows, bounds.max_model_len, dtype=torch.int32, device=device)
+        self.lookahead = Lookahead(last.lookahead, bounds.max_model_len)
+
+    @torch.inference_mode()
+    def launch(
+        self, model_input: ModelInput, key: GraphKey | None, sampled: Tensor, description: DraftDescription, number: int
+    ) -> PendingDrafts | None:
+        """Enqueue the search after a step; see DraftMaker."""
+        drafting = description.drafting
+        rows, missing = self._rows.of(drafting, description.step)
+        self._write(missing)
+        self._sampled.write(description, rows, sampled)
+        step = self._sampled.step(model_input, len(drafting))
+        begin_drafts(step, self._last)
+        if not drafting:
+            return None
+        table = TokenTable(self._table, self._sampled.described[3, : len(drafting)])
+        record_tokens(step, self._last, table)
+        if not number:
+            return None
+        drafts = self._last.drafts[:number, : len(drafting)]
+        self._search(table, drafts)
+        return PendingDrafts(drafts, drafting)
+
+    def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:
+        """Capture nothing: three kernels are launched as fast as a graph."""
+        return iter(())
+
+    def _search(self, table: TokenTable, drafts: Tensor) -> None:
+        """Write the drafts [D, Q] of the sequences whose rows `table` names."""
+        ngram_drafts(self._last, table, self._lengths, drafts)
+
+    def _write(self, missing: dict[int, tuple[int, list[int]]]) -> None:
+        """Enqueue a copy of tokens that the device does not have."""
+        if not missing:
+            return
+        max_len = self._table.shape[1]
+        places = [np.arange(first, first + len(ids)) + row * max_len for row, (first, ids) in missing.items()]
+        written = np.stack([np.concatenate(places), np.concatenate([ids for _, ids in missing.values()])])
+        where, token_ids = to_device(written.astype(np.int64), self._table.device)
+        self._table.view(-1)[where] = token_ids.to(torch.int32)
