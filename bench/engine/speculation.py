@@ -4,36 +4,48 @@
         [--load-format dummy] [--quantization fp8] [--head HEAD_DIR | --mtp]
 
 Each case decodes the same prompts without drafts, with those of an oracle (the tokens of the run before), at random,
-at random with the automatic pause, and with the n-gram proposer. Outputs are equal on a CPU in float32 and with
---deterministic; the number of equal ones is reported.
+at random with the automatic pause, and with the n-gram proposer. Proposers on the host must know the last token, so no
+step runs ahead of them. `oracle, ahead` and `ngram_gpu` make the drafts on the device. Outputs are equal on a CPU in
+float32 and with --deterministic; the number of equal ones is reported.
 
-With a draft head, every step also runs the head: without drafts it stores its keys and values only. A head of random
-weights drafts token 0: always wrong (`head, wrong`), or always right where no other token is allowed (`head, right`).
+With a draft head, only its drafts are measured. Every step also runs the head: without drafts it stores its keys and
+values only. A head of random weights drafts token 0: always wrong (`head, wrong`), or always right where no other token
+is allowed (`head, right`).
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bench.provenance import commit
 from engine_worker.engine import Engine
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import DraftSettings, ExecutionSettings
+from engine_worker.execution.step.describe import Lookahead
+from engine_worker.execution.step.draft_description import DraftDescription
+from engine_worker.execution.step.draft_maker import DraftMaker, PendingDrafts, SampledSteps
 from engine_worker.execution.step.model_runner import ModelRunner
+from engine_worker.execution.step.ngram_drafts import NgramDrafts
 from engine_worker.kv.kv_cache_manager import KVCacheManager
 from engine_worker.kv.sequence import Sequence
 from engine_worker.model.draft_head.files import DraftHeadFiles
+from engine_worker.model.model_input import ModelInput
 from engine_worker.scheduling.scheduler import Scheduler, SchedulerConfig
 from engine_worker.scheduling.speculation.config import SpeculativeConfig
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
 from engine_worker.scheduling.speculation.drafting import Drafting, DraftLimits, Proposer
 from engine_worker.scheduling.speculation.proposers import PROPOSERS
+from kernels.draft_inputs import begin_drafts
+from kernels.draft_inputs_reference import LastDrafts
 from shared.messages import GenerationRequest, SamplingParams, TokenEvent
 
 Tokens = dict[str, list[int]]
@@ -54,32 +66,82 @@ class _Guesses:
         """Nothing is kept."""
 
 
+class _KnownDrafts:
+    """Drafts the known continuations on the device. Implements DraftMaker."""
+
+    follows_all_steps = False
+
+    def __init__(self, known: Tokens, last: LastDrafts, max_model_len: int) -> None:
+        self._known, self._last = known, last
+        self._sampled = SampledSteps(len(last.kept_rows), last.drafts.device)
+        self._texts: dict[tuple[str, ...], Tensor] = {}
+        self.lookahead = Lookahead(0, max_model_len)
+
+    @torch.inference_mode()
+    def launch(
+        self, model_input: ModelInput, key: object, sampled: Tensor, description: DraftDescription, number: int
+    ) -> PendingDrafts | None:
+        drafting = description.drafting
+        self._sampled.write(description, description.table_rows, sampled)
+        begin_drafts(self._sampled.step(model_input, len(drafting)), self._last)
+        if not number or not drafting:
+            return None
+        texts, drafts = self._texts_of(drafting), self._last.drafts[:number, : len(drafting)]
+        places = self._last.kept_positions[: len(drafting), None] + torch.arange(2, 2 + number, device=texts.device)
+        drafts.copy_(texts.gather(1, places.clamp(max=texts.shape[1] - 1)).t())
+        return PendingDrafts(drafts, drafting)
+
+    def capture_graphs(self, inputs: object, keys: object) -> Iterator[tuple[float, str]]:
+        return iter(())
+
+    def _texts_of(self, drafting: list[Sequence]) -> Tensor:
+        names = tuple(sequence.request_id for sequence in drafting)
+        if names not in self._texts:
+            texts = [
+                sequence.token_ids(0, sequence.num_prompt_tokens) + self._known[name]
+                for name, sequence in zip(names, drafting, strict=True)
+            ]
+            self._texts[names] = torch.tensor(texts, device=self._last.drafts.device)
+        return self._texts[names]
+
+
 class Speculation:
     def __init__(self, runner: ModelRunner, max_drafts: int, max_tokens: int, head: DraftHeadFiles | None) -> None:
-        self._runner, self._head = runner, head
+        self._runner, self._head, self._maker = runner, head, runner.draft_maker
         self._max_drafts = max_drafts
         self._max_tokens = max_tokens
 
     def case(self, num_sequences: int, prompt_tokens: int) -> dict[str, Any]:
         random = Random(1)
         prompts = [[random.randrange(100, 1000) for _ in range(prompt_tokens)] for _ in range(num_sequences)]
+        self._runner.draft_maker = self._maker if self._head is not None else None
         self._decode(prompts, None, 0.0)  # warm-up
         known, plain = self._decode(prompts, None, 0.0)
-        kinds: dict[str, tuple[Proposer, float]] = {
-            "oracle": (_Guesses(lambda one: known[one.request_id][one.num_output_tokens :]), 0.0),
-            "random": (_Guesses(lambda _: [random.randrange(100, 1000) for _ in range(self._max_drafts)]), 0.0),
-            "random, paused": (_Guesses(lambda _: [random.randrange(100, 1000)] * self._max_drafts), 1.05),
-            "ngram, paused": (PROPOSERS["ngram"](SpeculativeConfig(method="ngram")), 1.05),
-        }
         figures: dict[str, Any] = {"case": f"{num_sequences}x{prompt_tokens}", "plain": plain}
-        for name, (proposer, min_gain) in kinds.items():
+        if self._head is not None:
+            return figures | self._head_figures(self._head.method, prompts, plain["step_ms"])
+        searching = SpeculativeConfig(method="ngram_gpu", num_speculative_tokens=self._max_drafts)
+        kinds: dict[str, tuple[Proposer, float, DraftMaker | None]] = {
+            "oracle": (_Guesses(lambda one: known[one.request_id][one.num_output_tokens :]), 0.0, None),
+            "oracle, ahead": (PROPOSERS["ngram_gpu"](searching), 0.0, self._oracle(known)),
+            "random": (_Guesses(lambda _: [random.randrange(100, 1000) for _ in range(self._max_drafts)]), 0.0, None),
+            "random, paused": (_Guesses(lambda _: [random.randrange(100, 1000)] * self._max_drafts), 1.05, None),
+            "ngram, paused": (PROPOSERS["ngram"](SpeculativeConfig(method="ngram")), 1.05, None),
+            "ngram_gpu": (PROPOSERS["ngram_gpu"](searching), 0.0, self._maker),
+            "ngram_gpu, paused": (PROPOSERS["ngram_gpu"](searching), 1.05, self._maker),
+        }
+        for name, (proposer, min_gain, maker) in kinds.items():
+            self._runner.draft_maker = maker
             tokens, figures[name] = self._decode(prompts, proposer, min_gain)
             figures[name]["equal_outputs"] = sum(tokens[one] == known[one] for one in known)
             figures[name]["step_ratio"] = round(figures[name]["step_ms"] / plain["step_ms"], 4)
             figures[name]["tokens_per_s_ratio"] = round(figures[name]["tokens_per_s"] / plain["tokens_per_s"], 4)
-        if self._head is not None:
-            figures |= self._head_figures(self._head.method, prompts, plain["step_ms"])
         return figures
+
+    def _oracle(self, known: Tokens) -> _KnownDrafts:
+        """Return what drafts `known` on the device, beside the inputs that read the drafts of the loaded maker."""
+        assert isinstance(self._maker, NgramDrafts), "loaded by main()"
+        return _KnownDrafts(known, self._maker.last, self._runner.max_model_len)
 
     def _head_figures(self, method: str, prompts: list[list[int]], plain_ms: float) -> dict[str, Any]:
         """Return the figures of a random head's drafts, which are all wrong or all right."""
@@ -186,7 +248,7 @@ def main(argv: list[str]) -> int:
     head = None
     if options.mtp or options.head is not None:
         head = DraftHeadFiles("mtp", options.model) if options.mtp else DraftHeadFiles("eagle3", options.head)
-    drafts = DraftSettings(num_drafts=options.drafts, head=head)
+    drafts = DraftSettings(num_drafts=options.drafts, head=head, ngram_lengths=(2, 4) if head is None else None)
     runner = load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)
     bench = Speculation(runner, options.drafts, options.tokens, head)
     figures = [bench.case(*case) for case in cases]

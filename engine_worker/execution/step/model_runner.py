@@ -110,7 +110,7 @@ class ModelRunner:
         replica: StepReplica,
         sampler: Sampler,
         weights_bytes: int = 0,
-        drafts: "DraftMaker | None" = None,
+        draft_maker: "DraftMaker | None" = None,
         num_drafts: int = 0,
     ) -> None:
         """Run batches on `replica`.
@@ -119,10 +119,10 @@ class ModelRunner:
             replica: The model.
             sampler: For its logits.
             weights_bytes: Of the model.
-            drafts: Makes drafts after each step, if the device does.
+            draft_maker: Makes drafts after each step, if the device does.
             num_drafts: The most drafts of a sequence and step.
         """
-        kv_cache, self._drafts = replica.kv_cache, drafts
+        kv_cache, self.draft_maker = replica.kv_cache, draft_maker
         self._last_drafts: PendingDrafts | None = None
         self.model_spec: ModelShape = replica.model_spec
         self.device_type = replica.device_type
@@ -151,7 +151,7 @@ class ModelRunner:
             decodes_first=self.device_type == "cpu",
             has_states=self.num_state_blocks > 0,
             num_drafts=num_drafts,
-            lookahead=drafts.lookahead if drafts is not None else NO_LOOKAHEAD,
+            lookahead=draft_maker.lookahead if draft_maker is not None else NO_LOOKAHEAD,
         )
 
     def synthetic_batch(
@@ -206,15 +206,15 @@ class ModelRunner:
     def _launch_drafts(
         self, batch: ScheduledBatch, step: PreparedStep, tokens: SampledTokens | None
     ) -> "PendingDrafts | None":
-        if self._drafts is None:
+        if self.draft_maker is None:
             return None
         has_drafts = batch.num_drafts_to_make or any(scheduled.drafts for scheduled in batch.sequences)
-        if not (has_drafts or self._drafts.follows_all_steps):
+        if not (has_drafts or self.draft_maker.follows_all_steps):
             self._describer.without_drafts()
             return None
         sampled = tokens.token_ids if tokens is not None else torch.zeros(0, dtype=torch.int64)
         description = self._describer.describe_drafts(batch)
-        return self._drafts.launch(step.model_input, step.graph, sampled, description, batch.num_drafts_to_make)
+        return self.draft_maker.launch(step.model_input, step.graph, sampled, description, batch.num_drafts_to_make)
 
     def _prompt_scores(self, batch: ScheduledBatch) -> PromptScores | None:
         # The filter saves 40 us of a step of 256 sequences.

@@ -74,7 +74,7 @@ class NgramDrafts:
     def __init__(self, lengths: NgramLengths, bounds: DraftBounds, last: LastDrafts) -> None:
         """Allocate the table. `last`: what the inputs of the next step read."""
         device = last.drafts.device
-        self._lengths, self._last = lengths, last
+        self._lengths, self.last = lengths, last
         self._sampled = SampledSteps(bounds.max_rows, device)
         self._rows = TokenRows(bounds.max_rows)
         self._table = torch.zeros(bounds.max_rows, bounds.max_model_len, dtype=torch.int32, device=device)
@@ -90,24 +90,20 @@ class NgramDrafts:
         self._write(missing)
         self._sampled.write(description, rows, sampled)
         step = self._sampled.step(model_input, len(drafting))
-        begin_drafts(step, self._last)
+        begin_drafts(step, self.last)
         if not drafting:
             return None
         table = TokenTable(self._table, self._sampled.described[3, : len(drafting)])
-        record_tokens(step, self._last, table)
+        record_tokens(step, self.last, table)
         if not number:
             return None
-        drafts = self._last.drafts[:number, : len(drafting)]
-        self._search(table, drafts)
+        drafts = self.last.drafts[:number, : len(drafting)]
+        ngram_drafts(self.last, table, self._lengths, drafts)
         return PendingDrafts(drafts, drafting)
 
     def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:
         """Capture nothing: three kernels are launched as fast as a graph."""
         return iter(())
-
-    def _search(self, table: TokenTable, drafts: Tensor) -> None:
-        """Write the drafts [D, Q] of the sequences whose rows `table` names."""
-        ngram_drafts(self._last, table, self._lengths, drafts)
 
     def _write(self, missing: dict[int, tuple[int, list[int]]]) -> None:
         """Enqueue a copy of tokens that the device does not have."""

@@ -13,7 +13,8 @@ from engine_worker.execution.step.model_runner import ModelRunner
 from tests.builders import drafting_by
 from tests.engine_worker.execution import test_drafts_of_hybrids as hybrids
 from tests.engine_worker.execution.reference import make_engine, run_engine_to_end, write_model
-from tests.engine_worker.execution.test_speculation import MAKERS, VOCAB_SIZE, answers, run
+from tests.engine_worker.execution.test_ngram_drafts import SHORTEST, CheckedProposer
+from tests.engine_worker.execution.test_speculation import MAKERS, VOCAB_SIZE, answers, mixed_requests, run
 from tests.engine_worker.model.families import write_family
 from tests.engine_worker.model.family_cases import NATIVE
 
@@ -27,7 +28,9 @@ SIZES: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 512}
 MAX_DRAFTS = 3
 
 
-def load(directory: Path, *, num_drafts: int, **options: Any) -> ModelRunner:
+def load(
+    directory: Path, *, num_drafts: int, ngram_lengths: tuple[int, int] | None = None, **options: Any
+) -> ModelRunner:
     settings = ExecutionSettings(
         model=directory,
         device="cuda",
@@ -36,9 +39,8 @@ def load(directory: Path, *, num_drafts: int, **options: Any) -> ModelRunner:
         max_model_len=512,
         **{"dtype": "bfloat16", "deterministic": True, **options},
     )
-    return load_model_runner(
-        settings, lambda phase, progress, detail: None, drafts=DraftSettings(num_drafts=num_drafts)
-    )
+    drafts = DraftSettings(num_drafts=num_drafts, ngram_lengths=ngram_lengths)
+    return load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,22 @@ def test_drafts_change_no_answer_of_500_requests(directory: Path, cudagraph_mode
     cases = product(MAKERS, (1, MAX_DRAFTS), (False, True))
     differing = [case for case in cases if not is_equal(*case)]
     assert not differing
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("cudagraph_mode", ["none", "full_decode_only"])
+def test_searches_on_the_device_change_no_answer_of_500_requests(
+    directory: Path, cudagraph_mode: str, ahead: bool
+) -> None:
+    limits: dict[str, Any] = {**SIZES, "max_num_seqs": MAX_SAMPLES, "cudagraph_mode": cudagraph_mode}
+    plain = run(load(directory, num_drafts=0, **limits), None, 0, NUM_REQUESTS, **SIZES)
+    runner, proposer = load(directory, num_drafts=MAX_DRAFTS, ngram_lengths=(SHORTEST, 4), **limits), CheckedProposer()
+    drafting = drafting_by(proposer, MAX_DRAFTS, max_samples=MAX_SAMPLES, may_run_ahead=ahead)
+    engine = make_engine(runner, drafting=drafting, async_scheduling=ahead, **SIZES)
+    found = run_engine_to_end(engine, mixed_requests(NUM_REQUESTS))
+    assert answers(found) == answers(plain)
+    assert not proposer.different[:1] and proposer.num_equal > 1000
 
 
 @pytest.mark.timeout(600)
