@@ -7,10 +7,11 @@ from torch import Tensor
 
 from kernels.recurrent.batch import PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.chunks import CHUNK, has_chunks, run_in_chunks
-from kernels.recurrent.recurrence import Recurrence, run_token_by_token
+from kernels.recurrent.recurrence import Recurrence, has_decode_tiles, run_decode, run_token_by_token
 
 _CONV_TOKENS, _CONV_CHANNELS = 16, 256
 _NORM_ROWS = 16
+_GATE_CHANNELS = 1024
 
 
 @triton.jit
@@ -184,6 +185,25 @@ def rms_norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_g
     return out
 
 
+@triton.jit(do_not_specialize=["gate_stride"])
+def _multiply_sigmoid_kernel(x, gate, gate_stride, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < SIZE
+    exact = tl.load(x + row * SIZE + channel, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(gate + row * gate_stride + channel, mask=inside, other=0.0).to(tl.float32)
+    tl.store(x + row * SIZE + channel, (exact * tl.sigmoid(z)).to(x.dtype.element_ty), mask=inside)
+
+
+def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    assert x.is_contiguous() and gate.shape == x.shape and gate.stride(1) == 1
+    size = x.shape[1]
+    _multiply_sigmoid_kernel[len(x), triton.cdiv(size, _GATE_CHANNELS)](
+        x, gate, gate.stride(0), SIZE=size, CHANNELS=_GATE_CHANNELS, num_warps=4
+    )
+    return x
+
+
 class TritonRecurrent:
     """RecurrentOperators on CUDA."""
 
@@ -191,6 +211,7 @@ class TritonRecurrent:
     keep_inputs = staticmethod(keep_inputs)
     gated_rms_norm = staticmethod(gated_rms_norm)
     rms_norm_of_gated = staticmethod(rms_norm_of_gated)
+    multiply_sigmoid = staticmethod(multiply_sigmoid)
 
     def __init__(self, is_deterministic: bool = False) -> None:
         """Compute prompts in chunks, or, if `is_deterministic`, with the same bits however they are cut."""
@@ -223,13 +244,11 @@ class TritonRecurrent:
 
     def _run(self, work: Recurrence) -> Tensor:
         out = work.new_output()
-        if self._is_deterministic or work.batch.max_query_len < CHUNK or not has_chunks(work):
+        if not self._is_deterministic and has_decode_tiles(work):
+            run_decode(work, out)
+        elif self._is_deterministic or work.batch.max_query_len < CHUNK or not has_chunks(work):
             run_token_by_token(work, out)
         else:
             run_in_chunks(work, out)
             run_token_by_token(work, out, longest=CHUNK - 1)
         return out
-
-    @staticmethod
-    def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-        return x * torch.sigmoid(gate)

@@ -223,6 +223,7 @@ def recurrent_layers() -> None:
         )
         mixed = operators.gated_delta(qkv, gates, rates, delta, heads, batch, kept)
         operators.gated_rms_norm(mixed, qkvz[:, channels:], exact(heads.value_dim), 1e-6)
+        operators.multiply_sigmoid(mixed, qkvz[:, channels:])
         operators.causal_conv(qkvz[:, :channels], exact(4, channels), exact(channels), inputs, batch)
         step = empty(num_tokens, heads.num_heads)
         operators.state_space(qkv, step, rates, exact(heads.num_heads), delta, heads, batch, kept)

@@ -44,6 +44,7 @@ SHAPES = {
     "prompts cut anywhere": Shape(
         StateHeads(1, 2, 16, 32), 4, (64, 0, 130, 63, 65), (1, 0, 4, 3, 2), (63, 7, 100, 5, 64)
     ),
+    "decodes of many sequences": Shape(StateHeads(1, 2, 16, 64), 4, (1,) * 130, tuple(range(1, 131))),
     "long prompts": Shape(StateHeads(1, 2, 128, 64), 4, (100, 1, 64), (1, 3, 2)),
 }
 

@@ -119,6 +119,7 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "_within_chunks_kernel",
         "_between_chunks_kernel",
         "_gated_rms_norm_kernel",
+        "_multiply_sigmoid_kernel",
         "_rms_norm_of_gated_kernel",
         "_short_conv_kernel",
         "_all_reduce_two_kernel",
