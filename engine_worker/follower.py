@@ -70,7 +70,7 @@ def _follow(channel: RingReceiver, rank: int, rendezvous_fd: int) -> None:
     from engine_worker.execution.load.load_replica import load_plan, load_replica, prepare_process  # noqa: PLC0415
     from engine_worker.execution.load.rank_group import PEERS, SERVING, meet, sum_by_peers  # noqa: PLC0415
     from engine_worker.execution.ranks.group_messages import start_of  # noqa: PLC0415
-    from engine_worker.execution.ranks.replica_group import follow  # noqa: PLC0415
+    from engine_worker.execution.ranks.replica_group import Follower  # noqa: PLC0415
 
     start = start_of(channel.receive())
     plan = load_plan(start.settings, rank, start.drafts)
@@ -87,7 +87,7 @@ def _follow(channel: RingReceiver, rank: int, rendezvous_fd: int) -> None:
     loaded = load_replica(plan, lambda phase, progress, detail: channel.enter(phase), ranks)
     search_rarely()
     channel.enter(SERVING)
-    follow(loaded.replica, ranks, channel, plan.device)
+    Follower(loaded.replica, ranks, plan.device, loaded.drafts).follow(channel)
 
 
 def stop_listening() -> None:

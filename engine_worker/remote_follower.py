@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 def _follow(options: argparse.Namespace) -> None:
     from engine_worker.execution.load.load_replica import load_replica  # noqa: PLC0415 - torch takes seconds
     from engine_worker.execution.load.spanning_group import join_group  # noqa: PLC0415
-    from engine_worker.execution.ranks.replica_group import follow  # noqa: PLC0415
+    from engine_worker.execution.ranks.replica_group import Follower  # noqa: PLC0415
 
     size = options.tensor_parallel_size
     member = join_group(options.rendezvous_endpoint, options.rank, size, options.model)
@@ -58,7 +58,8 @@ def _follow(options: argparse.Namespace) -> None:
 
     loaded = load_replica(member.plan, report, member.tensor_parallel)
     search_rarely()
-    follow(loaded.replica, member.tensor_parallel, member.channel, member.plan.device)
+    follower = Follower(loaded.replica, member.tensor_parallel, member.plan.device, loaded.drafts)
+    follower.follow(member.channel)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -44,8 +44,10 @@ def ngram_drafts(last: LastDrafts, table: TokenTable, lengths: NgramLengths, dra
         last: What begin_drafts() wrote.
         table: What record_tokens() wrote.
         lengths: Of a match.
-        drafts: [D, Q] int64, written.
+        drafts: [D, Q] int64, written; D may be 0.
     """
+    if not len(drafts):
+        return
     if not drafts.is_cuda:
         ngram_drafts_reference(last, table, lengths, drafts)
         return

@@ -32,7 +32,7 @@ from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import DraftSettings, ExecutionSettings
 from engine_worker.execution.step.describe import Lookahead
 from engine_worker.execution.step.draft_description import DraftDescription
-from engine_worker.execution.step.draft_maker import DraftMaker, PendingDrafts, SampledSteps
+from engine_worker.execution.step.draft_maker import DraftMaker, SampledSteps
 from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.execution.step.ngram_drafts import NgramDrafts
 from engine_worker.kv.kv_cache_manager import KVCacheManager
@@ -80,7 +80,7 @@ class _KnownDrafts:
     @torch.inference_mode()
     def launch(
         self, model_input: ModelInput, key: object, sampled: Tensor, description: DraftDescription, number: int
-    ) -> PendingDrafts | None:
+    ) -> Tensor | None:
         drafting = description.drafting
         self._sampled.write(description, description.table_rows, sampled)
         begin_drafts(self._sampled.step(model_input, len(drafting)), self._last)
@@ -89,7 +89,7 @@ class _KnownDrafts:
         texts, drafts = self._texts_of(drafting), self._last.drafts[:number, : len(drafting)]
         places = self._last.kept_positions[: len(drafting), None] + torch.arange(2, 2 + number, device=texts.device)
         drafts.copy_(texts.gather(1, places.clamp(max=texts.shape[1] - 1)).t())
-        return PendingDrafts(drafts, drafting)
+        return drafts
 
     def capture_graphs(self, inputs: object, keys: object) -> Iterator[tuple[float, str]]:
         return iter(())

@@ -78,7 +78,8 @@ def sharded(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
     if size == 1:
         return spec
     layers = tuple(layer.share(rank, size) for layer in spec.layers)
-    return replace(spec, layers=layers, head_rows=_head_rows(spec.vocab_size, rank, size))
+    mtp = spec.mtp and replace(spec.mtp, layer=spec.mtp.layer.share(rank, size))
+    return replace(spec, layers=layers, head_rows=_head_rows(spec.vocab_size, rank, size), mtp=mtp)
 
 
 def padded_head_rows(vocab_size: int, size: int) -> int:

@@ -21,7 +21,7 @@ from engine_worker.execution.load.start_times import Report
 from engine_worker.execution.load.step_memory import sample_largest
 from engine_worker.execution.load.warmup import warm_up
 from engine_worker.execution.ranks.follower_processes import Followers
-from engine_worker.execution.ranks.replica_group import ReplicaGroup
+from engine_worker.execution.ranks.replica_group import GroupDrafts, ReplicaGroup
 from engine_worker.execution.sampling.sampler import Sampler
 from engine_worker.execution.settings import NO_DRAFTS, DraftSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
@@ -65,7 +65,10 @@ def load_model_runner(
     replica: StepReplica = loaded.replica
     if group is not None:
         replica = ReplicaGroup(loaded.replica, ranks, group.channel, group.blame)
-    runner = ModelRunner(replica, sampler, loaded.weights_bytes, loaded.drafts, drafts.num_drafts)
+    maker = loaded.drafts
+    if group is not None and maker is not None:
+        maker = GroupDrafts(maker, group.channel, group.blame)
+    runner = ModelRunner(replica, sampler, loaded.weights_bytes, maker, drafts.num_drafts)
     runner.group, runner.quantization = group, loaded.quantization
     for progress, detail in warm_up(runner, bounds):
         report("warmup", 1.0 - (1.0 - GRAPHS_SHARE) * (1.0 - progress), detail)

@@ -15,6 +15,7 @@ from engine_worker.model.draft_head.network import DraftedNetwork
 from engine_worker.model.draft_head.read import DraftHeadSpec, read_draft_head
 from engine_worker.model.network import Network
 from engine_worker.model.served_model import Blueprint, ServedModel
+from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import RandomWeights, SafetensorsWeights
 from kernels.draft_inputs_reference import LastDrafts
 from kernels.ngram_drafts_reference import NgramLengths
@@ -46,6 +47,7 @@ def with_draft_head(
     max_model_len: int,
     settings: ExecutionSettings,
     report: Callable[[float, str], None],
+    ranks: TensorParallel = SINGLE,
 ) -> tuple[DraftedNetwork, int]:
     """Load the head, and return both as one model, and the bytes of the head.
 
@@ -58,7 +60,7 @@ def with_draft_head(
         weights = RandomWeights(model.device, model.dtype)
     else:
         weights = SafetensorsWeights(plan.files.directory, model.device, model.dtype, report, plan.spec.prefix)
-    head = load_draft_head(plan.spec, model, weights, max_model_len)
+    head = load_draft_head(plan.spec, model, weights, max_model_len, ranks)
     return DraftedNetwork(model, head, settings.bounds.max_num_batched_tokens), weights.loaded_bytes
 
 
@@ -80,10 +82,15 @@ def draft_bounds(drafts: DraftSettings, kv_cache: KVCache, limits: tuple[int, in
 
 
 def draft_maker(
-    drafts: DraftSettings, model: ServedModel, device: Device, bounds: DraftBounds, last: LastDrafts
+    drafts: DraftSettings,
+    model: ServedModel,
+    device: Device,
+    bounds: DraftBounds,
+    last: LastDrafts,
+    ranks: TensorParallel,
 ) -> DraftMaker:
     """Return what makes drafts after each step of `model`, whose steps use `device`."""
     if drafts.ngram_lengths is not None:
-        return NgramDrafts(NgramLengths(*drafts.ngram_lengths), bounds, last)
+        return NgramDrafts(NgramLengths(*drafts.ngram_lengths), bounds, last, ranks)
     assert isinstance(model, DraftedNetwork), "with_draft_head() joined them"
     return DraftSteps(model, device, bounds, last)

@@ -195,7 +195,8 @@ def load_replica(
     model = plan.blueprint.build(weights, max_model_len, settings.deterministic, ranks)
     weights_bytes = weights.loaded_bytes
     if plan.draft_head is not None:
-        model, head_bytes = with_draft_head(model, plan.draft_head, max_model_len, settings, partial(report, "load"))
+        of_head = partial(report, "load")
+        model, head_bytes = with_draft_head(model, plan.draft_head, max_model_len, settings, of_head, ranks)
         weights_bytes += head_bytes
     loaded = f"{weights_bytes / 2**20:,.0f} MiB of {_name(model.dtype)} weights on {device}"
     loaded += f", linear layers in {plan.blueprint.weight_format}" if plan.blueprint.weight_format else ""
@@ -210,7 +211,7 @@ def load_replica(
     kv_cache = _allocate_kv_cache(plan, layout, memory, ranks)
     report("allocate_kv", 1.0, _description(kv_cache))
     report("warmup", 0.0, "graphs" if device.type == "cuda" else "")
-    replica, graphs, drafts = _replica(plan, model, kv_cache, has_logits=ranks.rank == 0)
+    replica, graphs, drafts = _replica(plan, model, kv_cache, ranks)
     for progress, detail in graphs:
         report("warmup", GRAPHS_SHARE * progress, detail)
     return LoadedReplica(replica=replica, weights_bytes=weights_bytes, quantization=_quantization(plan), drafts=drafts)
@@ -242,12 +243,9 @@ def _device(settings: ExecutionSettings, rank: int) -> torch.device:
 
 
 def _replica(
-    plan: LoadPlan, model: ServedModel, kv_cache: KVCache, *, has_logits: bool
+    plan: LoadPlan, model: ServedModel, kv_cache: KVCache, ranks: TensorParallel
 ) -> tuple[Replica, Iterator[tuple[float, str]], DraftMaker | None]:
-    """Return the replica, an iterator that captures its graphs, and what makes drafts.
-
-    `has_logits`: see StepGraphs.
-    """
+    """Return the replica, an iterator that captures its graphs, and what makes drafts."""
     settings, bounds, max_model_len = plan.settings, plan.settings.bounds, plan.max_model_len
     graphs = _graph_keys(settings) if plan.device.type == "cuda" else []
     max_rows = max([bounds.max_num_samples, *(key.size for key in graphs)])
@@ -256,10 +254,10 @@ def _replica(
     last = last_drafts(making, plan.device) if plan.drafts.are_made_on_device else None
     inputs, persistent = _inputs(plan, kv_cache, max_rows, last)
     replica = Replica(model, kv_cache, inputs, max_model_len)
-    drafts = draft_maker(plan.drafts, model, replica.device, making, last) if last is not None else None
+    drafts = draft_maker(plan.drafts, model, replica.device, making, last, ranks) if last is not None else None
     if not graphs or persistent is None:
         return replica, iter(()), drafts
-    captures = replica.capture_graphs(persistent, graphs, has_logits=has_logits)
+    captures = replica.capture_graphs(persistent, graphs, has_logits=ranks.rank == 0)
     if drafts is not None:
         captures = chain(captures, drafts.capture_graphs(persistent, graphs))
     return replica, captures, drafts

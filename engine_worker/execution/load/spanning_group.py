@@ -96,7 +96,10 @@ def join_group(endpoint: str, rank: int, size: int, model: Path | None = None) -
     received: ExecutionSettings = start.settings
     if received.tensor_parallel_size != size:
         raise ValueError(f"--tensor-parallel-size {size}: rank 0 has {received.tensor_parallel_size}")
-    plan = load_plan(replace(received, model=model or received.model), rank, start.drafts)
+    drafts = start.drafts
+    if model is not None and drafts.head is not None:  # the layer for MTP is beside the model's others
+        drafts = replace(drafts, head=replace(drafts.head, directory=model))
+    plan = load_plan(replace(received, model=model or received.model), rank, drafts)
     prepare_process(plan.settings)
     ranks = join_by(store, rank, size, plan.device, interface=None)
     return Member(plan=plan, tensor_parallel=ranks, channel=BroadcastReceiver(_channel_group()))

@@ -3,6 +3,7 @@
     GroupStart     the first message: the settings by which every rank loads its part of the model
     MoveBlocks     block moves without a step
     RunStep        a step with all decisions of rank 0
+    MakeDrafts     what follows a step if the device makes drafts
 
 Followers decide nothing: if two ranks chose different graphs or rows of logits, their collectives would not match.
 """
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
+import numpy as np
 
 from engine_worker.execution.settings import NO_DRAFTS, DraftSettings, ExecutionSettings
+from engine_worker.execution.step.draft_description import DraftDescription
 from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.kv.transfers import Transfers
 
@@ -39,7 +42,28 @@ class RunStep(msgspec.Struct, tag=True, array_like=True, frozen=True):
         return StepDescription.from_bytes(self.description)
 
 
-GroupMessage: TypeAlias = GroupStart | MoveBlocks | RunStep
+class MakeDrafts(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Follows the RunStep that it is about."""
+
+    arrays: tuple[bytes, bytes, bytes, bytes]  # int32, of DraftDescription
+    max_seq_len: int
+    step: int
+    number: int  # for each sequence
+
+    @classmethod
+    def of(cls, description: DraftDescription, number: int) -> "MakeDrafts":
+        arrays = description.following, description.first_samples, description.last_samples, description.table_rows
+        following, firsts, lasts, rows = (values.tobytes() for values in arrays)
+        return cls((following, firsts, lasts, rows), description.max_seq_len, description.step, number)
+
+    @property
+    def description(self) -> DraftDescription:
+        following, firsts, lasts, rows = (np.frombuffer(values, dtype=np.int32) for values in self.arrays)
+        return DraftDescription(following, firsts, lasts, rows, [], self.max_seq_len, self.step)
+
+
+Work: TypeAlias = MoveBlocks | RunStep | MakeDrafts
+GroupMessage: TypeAlias = GroupStart | Work
 
 
 def encode(message: GroupMessage) -> bytes:
@@ -63,7 +87,7 @@ def start_of(data: bytes) -> GroupStart:
     return message
 
 
-def work_of(data: bytes) -> MoveBlocks | RunStep:
+def work_of(data: bytes) -> Work:
     """Decode any later message. Raises ValueError for another start."""
     message = decode(data)
     if isinstance(message, GroupStart):

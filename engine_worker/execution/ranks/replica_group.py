@@ -1,26 +1,30 @@
 """The replicas of a group of ranks, driven as one: rank 0's own directly, those of followers by messages.
 
     ReplicaGroup   on rank 0, with the interface of Replica
-    follow()       on the other ranks: carries out messages in order until the process ends
+    GroupDrafts    on rank 0, with the interface of DraftMaker
+    Follower       on the other ranks: carries out messages in order until the process ends
 
 The ranks meet in the collectives of the forward pass, and every decision is in the message. Only rank 0 samples; the
 others receive the sampled ids on their devices, in stream order, as the next step's input.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine_worker.execution.ranks.group_messages import MoveBlocks, RunStep, encode, work_of
+from engine_worker.execution.ranks.group_messages import MakeDrafts, MoveBlocks, RunStep, Work, encode, work_of
 from engine_worker.execution.ranks.step_channel import MessageReceiver, MessageSender
 from engine_worker.execution.sampling.sampling_pieces import to_device
-from engine_worker.execution.step.cuda_graphs import GraphKey
+from engine_worker.execution.step.cuda_graphs import GraphInputs, GraphKey
+from engine_worker.execution.step.draft_description import DraftDescription
+from engine_worker.execution.step.draft_maker import DraftMaker
 from engine_worker.execution.step.kv_cache import KVCache
 from engine_worker.execution.step.replica import PreparedStep, Replica
 from engine_worker.execution.step.step_description import StepDescription
 from engine_worker.kv.transfers import Transfers, TransferTime
+from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import StepOutput
 from engine_worker.model.spec import ModelShape
 from engine_worker.model.tensor_parallel import TensorParallel
@@ -101,43 +105,77 @@ class ReplicaGroup:
             raise
 
 
-def follow(replica: Replica, tensor_parallel: TensorParallel, channel: MessageReceiver, device: torch.device) -> None:
-    """Carry out rank 0's messages forever. The process ends with rank 0.
+class GroupDrafts:
+    """Makes drafts on all ranks. Implements DraftMaker."""
 
-    Args:
-        replica: This rank's replica.
-        tensor_parallel: The ranks.
-        channel: Receives messages of rank 0.
-        device: Device of the replica.
+    def __init__(self, maker: DraftMaker, channel: MessageSender, blame: Callable[[], None]) -> None:
+        """Drive `maker`, that of rank 0, and those of the followers. The other arguments are those of ReplicaGroup."""
+        self._maker, self._channel, self._blame = maker, channel, blame
+        self.lookahead, self.follows_all_steps = maker.lookahead, maker.follows_all_steps
 
-    Raises:
-        ChannelCorrupted: If a message is damaged; it is not carried out.
-    """
-    while True:
-        carry_out(work_of(channel.receive()), replica, tensor_parallel, device)
+    def launch(
+        self, model_input: ModelInput, key: GraphKey | None, sampled: Tensor, description: DraftDescription, number: int
+    ) -> Tensor | None:
+        """Send the work after a step to the followers, then enqueue it here; see DraftMaker."""
+        self._channel.send(encode(MakeDrafts.of(description, number)))
+        try:
+            return self._maker.launch(model_input, key, sampled, description, number)
+        except RuntimeError:
+            self._blame()
+            raise
 
-
-@torch.inference_mode()
-def carry_out(
-    message: MoveBlocks | RunStep, replica: Replica, tensor_parallel: TensorParallel, device: torch.device
-) -> None:
-    if isinstance(message, MoveBlocks):
-        replica.move_blocks(message.transfers)
-    else:
-        _run_step(message, replica, tensor_parallel, device)
-    replica.finished_transfers()  # drops them: rank 0 reports its own
+    def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:
+        """Capture graphs of this rank; each rank does so when it loads."""
+        return self._maker.capture_graphs(inputs, keys)
 
 
-def _run_step(message: RunStep, replica: Replica, tensor_parallel: TensorParallel, device: torch.device) -> None:
-    prepared = replica.begin(message.step, GraphKey(*message.graph) if message.graph is not None else None)
+class Follower:
+    """Carries out rank 0's messages on another rank."""
 
-    def look(output: StepOutput) -> None:
-        for start, stop in message.looks:
-            output.logits(torch.arange(start, stop, device=device))
-        if message.pooled:
-            output.hidden(to_device(np.array(message.pooled), device))
+    def __init__(
+        self, replica: Replica, tensor_parallel: TensorParallel, device: torch.device, maker: DraftMaker | None = None
+    ) -> None:
+        """Hold this rank's replica, the ranks, the replica's device, and what makes drafts."""
+        self._replica, self._tensor_parallel, self._device, self._maker = replica, tensor_parallel, device, maker
+        self._last: tuple[PreparedStep, Tensor] | None = None  # the last step, and its samples
 
-    replica.run(prepared, look if message.looks or message.pooled else None)
-    if message.num_samples:
+    def follow(self, channel: MessageReceiver) -> None:
+        """Carry out the messages of `channel` forever. The process ends with rank 0.
+
+        Raises:
+            ChannelCorrupted: If a message is damaged; it is not carried out.
+        """
+        while True:
+            self.carry_out(work_of(channel.receive()))
+
+    @torch.inference_mode()
+    def carry_out(self, message: Work) -> None:
+        if isinstance(message, MoveBlocks):
+            self._replica.move_blocks(message.transfers)
+        elif isinstance(message, MakeDrafts):
+            self._make_drafts(message)
+        else:
+            self._run_step(message)
+        self._replica.finished_transfers()  # drops them: rank 0 reports its own
+
+    def _run_step(self, message: RunStep) -> None:
+        device, replica = self._device, self._replica
+        prepared = replica.begin(message.step, GraphKey(*message.graph) if message.graph is not None else None)
+
+        def look(output: StepOutput) -> None:
+            for start, stop in message.looks:
+                output.logits(torch.arange(start, stop, device=device))
+            if message.pooled:
+                output.hidden(to_device(np.array(message.pooled), device))
+
+        replica.run(prepared, look if message.looks or message.pooled else None)
         token_ids = torch.empty(message.num_samples, dtype=torch.int64, device=device)
-        replica.keep_samples(tensor_parallel.broadcast(token_ids))
+        if message.num_samples:
+            token_ids = self._tensor_parallel.broadcast(token_ids)
+            replica.keep_samples(token_ids)
+        self._last = prepared, token_ids
+
+    def _make_drafts(self, message: MakeDrafts) -> None:
+        assert self._maker is not None and self._last is not None, "all ranks load the same, and a step came before"
+        prepared, token_ids = self._last
+        self._maker.launch(prepared.model_input, prepared.graph, token_ids, message.description, message.number)

@@ -15,7 +15,7 @@ class DraftDescription:
         first_samples: [Q] int32.
         last_samples: [Q] int32.
         table_rows: [Q] int32, a row of S with all blocks of the sequence.
-        drafting: The Q sequences.
+        drafting: The Q sequences; empty on other ranks than 0.
         max_seq_len: Of the passes after the first one, in tokens.
         step: Its number.
     """
@@ -27,3 +27,7 @@ class DraftDescription:
     drafting: list[Sequence]
     max_seq_len: int
     step: int
+
+    @property
+    def num_drafting(self) -> int:
+        return len(self.first_samples)

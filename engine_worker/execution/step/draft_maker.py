@@ -1,7 +1,7 @@
 """What drafts that the device makes have in common, whether a head computes them or a search finds them.
 
-    pending = maker.launch(...)     enqueues the work after a step was sampled
-    pending.by_sequence             waits for the token ids
+    drafts = maker.launch(...)                          enqueues the work after a step was sampled
+    PendingDrafts(drafts, sequences).by_sequence        waits for the token ids
 
 What a maker leaves in LastDrafts lets the next step begin before the host knows the drafts.
 """
@@ -74,7 +74,7 @@ class DraftMaker(Protocol):
 
     def launch(
         self, model_input: ModelInput, key: GraphKey | None, sampled: Tensor, description: DraftDescription, number: int
-    ) -> PendingDrafts | None:
+    ) -> Tensor | None:
         """Enqueue the work after a step, whose inputs must still be there.
 
         Args:
@@ -85,7 +85,7 @@ class DraftMaker(Protocol):
             number: Drafts for each sequence; 0: the step is only noted.
 
         Returns:
-            The drafts, or None if there are none.
+            The drafts [number, Q] on the device, or None if there are none. The next call overwrites them.
         """
 
     def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine_worker.execution.step.cuda_graphs import GraphInputs, GraphKey
 from engine_worker.execution.step.describe import Lookahead
 from engine_worker.execution.step.draft_description import DraftDescription
-from engine_worker.execution.step.draft_maker import DraftBounds, PendingDrafts, SampledSteps
+from engine_worker.execution.step.draft_maker import DraftBounds, SampledSteps
 from engine_worker.model.devices import Device
 from engine_worker.model.draft_head.network import DraftedNetwork
 from engine_worker.model.model_input import ModelInput
@@ -88,10 +88,10 @@ class DraftSteps:
     @torch.inference_mode()
     def launch(
         self, model_input: ModelInput, key: GraphKey | None, sampled: Tensor, description: DraftDescription, number: int
-    ) -> PendingDrafts | None:
+    ) -> Tensor | None:
         """Enqueue the passes after a step; without drafts only keys and values are stored. See DraftMaker."""
         self._buffers.sampled.write(description, description.table_rows, sampled)
-        num_sequences = len(description.drafting)
+        num_sequences = description.num_drafting
         if not number or not num_sequences:
             self._store(model_input, num_sequences)
             return None
@@ -99,7 +99,7 @@ class DraftSteps:
             self._graphs[key].replay()
         else:
             self._draft(model_input, num_sequences, number, description.max_seq_len)
-        return PendingDrafts(self._buffers.last.drafts[:number, :num_sequences], description.drafting)
+        return self._buffers.last.drafts[:number, :num_sequences]
 
     @torch.inference_mode()
     def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:

@@ -20,6 +20,7 @@ from engine_worker.execution.sampling.prompt_scores import PromptScores
 from engine_worker.execution.sampling.sampled_sequence import SampledSequence
 from engine_worker.execution.sampling.sampler import SampledTokens, Sampler, Samples
 from engine_worker.execution.step.describe import NO_LOOKAHEAD, StepDescriber
+from engine_worker.execution.step.draft_maker import PendingDrafts
 from engine_worker.execution.step.replica import PreparedStep, StepReplica
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.served_model import StepOutput
@@ -28,7 +29,7 @@ from engine_worker.scheduling.batch import GREEDY, FinishedStep, ScheduledBatch,
 from shared.messages import EncodedLogprobs, Grammar, SamplingParams, encoded_logprobs
 
 if TYPE_CHECKING:
-    from engine_worker.execution.step.draft_maker import DraftMaker, PendingDrafts
+    from engine_worker.execution.step.draft_maker import DraftMaker
 
 
 @dataclass(slots=True)
@@ -44,8 +45,8 @@ class SubmittedStep:
     replica: StepReplica
     forced_tokens: ForcedTokens
     phase_seconds: dict[str, float]
-    drafts: "PendingDrafts | None"
-    last_drafts: "PendingDrafts | None"  # those of the step before
+    drafts: PendingDrafts | None
+    last_drafts: PendingDrafts | None  # those of the step before
 
     def collect(self) -> StepResult:
         started = time.perf_counter()
@@ -205,7 +206,7 @@ class ModelRunner:
 
     def _launch_drafts(
         self, batch: ScheduledBatch, step: PreparedStep, tokens: SampledTokens | None
-    ) -> "PendingDrafts | None":
+    ) -> PendingDrafts | None:
         if self.draft_maker is None:
             return None
         has_drafts = batch.num_drafts_to_make or any(scheduled.drafts for scheduled in batch.sequences)
@@ -214,7 +215,8 @@ class ModelRunner:
             return None
         sampled = tokens.token_ids if tokens is not None else torch.zeros(0, dtype=torch.int64)
         description = self._describer.describe_drafts(batch)
-        return self.draft_maker.launch(step.model_input, step.graph, sampled, description, batch.num_drafts_to_make)
+        drafts = self.draft_maker.launch(step.model_input, step.graph, sampled, description, batch.num_drafts_to_make)
+        return PendingDrafts(drafts, description.drafting) if drafts is not None else None
 
     def _prompt_scores(self, batch: ScheduledBatch) -> PromptScores | None:
         # The filter saves 40 us of a step of 256 sequences.

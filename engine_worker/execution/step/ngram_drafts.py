@@ -16,9 +16,10 @@ from engine_worker.execution.sampling.sampling_pieces import to_device
 from engine_worker.execution.step.cuda_graphs import GraphInputs, GraphKey
 from engine_worker.execution.step.describe import Lookahead
 from engine_worker.execution.step.draft_description import DraftDescription
-from engine_worker.execution.step.draft_maker import DraftBounds, PendingDrafts, SampledSteps
+from engine_worker.execution.step.draft_maker import DraftBounds, SampledSteps
 from engine_worker.execution.step.step_description import Int32Array
 from engine_worker.model.model_input import ModelInput
+from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.scheduling.batch import Sequence
 from kernels.draft_inputs import begin_drafts
 from kernels.draft_inputs_reference import LastDrafts
@@ -71,10 +72,10 @@ class NgramDrafts:
 
     follows_all_steps = False
 
-    def __init__(self, lengths: NgramLengths, bounds: DraftBounds, last: LastDrafts) -> None:
+    def __init__(self, lengths: NgramLengths, bounds: DraftBounds, last: LastDrafts, ranks: TensorParallel) -> None:
         """Allocate the table. `last`: what the inputs of the next step read."""
         device = last.drafts.device
-        self._lengths, self.last = lengths, last
+        self._lengths, self.last, self._ranks = lengths, last, ranks
         self._sampled = SampledSteps(bounds.max_rows, device)
         self._rows = TokenRows(bounds.max_rows)
         self._table = torch.zeros(bounds.max_rows, bounds.max_model_len, dtype=torch.int32, device=device)
@@ -83,23 +84,24 @@ class NgramDrafts:
     @torch.inference_mode()
     def launch(
         self, model_input: ModelInput, key: GraphKey | None, sampled: Tensor, description: DraftDescription, number: int
-    ) -> PendingDrafts | None:
+    ) -> Tensor | None:
         """Enqueue the search after a step; see DraftMaker."""
-        drafting = description.drafting
-        rows, missing = self._rows.of(drafting, description.step)
+        count = description.num_drafting
+        rows, missing = self._rows.of(description.drafting, description.step)
         self._write(missing)
         self._sampled.write(description, rows, sampled)
-        step = self._sampled.step(model_input, len(drafting))
+        step = self._sampled.step(model_input, count)
         begin_drafts(step, self.last)
-        if not drafting:
+        drafts = self.last.drafts[:number, :count]
+        if count and self._ranks.rank == 0:
+            table = TokenTable(self._table, self._sampled.described[3, :count])
+            record_tokens(step, self.last, table)
+            ngram_drafts(self.last, table, self._lengths, drafts)
+        if not drafts.numel():
             return None
-        table = TokenTable(self._table, self._sampled.described[3, : len(drafting)])
-        record_tokens(step, self.last, table)
-        if not number:
-            return None
-        drafts = self.last.drafts[:number, : len(drafting)]
-        ngram_drafts(self.last, table, self._lengths, drafts)
-        return PendingDrafts(drafts, drafting)
+        if self._ranks.size > 1:  # the other ranks know no tokens, but those of the step
+            drafts.copy_(self._ranks.broadcast(drafts.contiguous()))
+        return drafts
 
     def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:
         """Capture nothing: three kernels are launched as fast as a graph."""

@@ -21,6 +21,7 @@ from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.specs.names import NamesSpec
 from engine_worker.model.specs.part import Role
+from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import WeightSource
 
@@ -31,8 +32,11 @@ _UNUSED = ("^t2d$",)  # which tokens have a draft id; d2t has the same
 class Eagle3Head:
     reads_output = False
 
-    def __init__(self, spec: Eagle3Spec, network: Network, weights: WeightSource, max_len: int) -> None:
+    def __init__(
+        self, spec: Eagle3Spec, network: Network, weights: WeightSource, max_len: int, ranks: TensorParallel
+    ) -> None:
         """Load the head. Arguments and errors are those of load_draft_head()."""
+        assert ranks.size == 1, "checked by SpeculativeConfig"
         self.layer, self.tapped_layers, size = spec.layer, spec.tapped_layers, spec.hidden_size
         self._keeps_normed = spec.keeps_normed
         cache_layer = len(network.spec.cache_layers)

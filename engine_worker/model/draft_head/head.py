@@ -16,6 +16,7 @@ from engine_worker.model.draft_head.mtp import MtpHead
 from engine_worker.model.draft_head.read import DraftHeadSpec
 from engine_worker.model.network import Network
 from engine_worker.model.spec import LayerSpec, MtpSpec
+from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import WeightSource
 
 
@@ -48,13 +49,15 @@ class DraftHead(Protocol):
         """
 
 
-_LOADERS: Mapping[type[DraftHeadSpec], Callable[[Any, Network, WeightSource, int], DraftHead]] = {
+_LOADERS: Mapping[type[DraftHeadSpec], Callable[[Any, Network, WeightSource, int, TensorParallel], DraftHead]] = {
     Eagle3Spec: Eagle3Head,
     MtpSpec: MtpHead,
 }
 
 
-def load_draft_head(spec: DraftHeadSpec, network: Network, weights: WeightSource, max_len: int) -> DraftHead:
+def load_draft_head(
+    spec: DraftHeadSpec, network: Network, weights: WeightSource, max_len: int, ranks: TensorParallel = SINGLE
+) -> DraftHead:
     """Load a head.
 
     Args:
@@ -62,8 +65,9 @@ def load_draft_head(spec: DraftHeadSpec, network: Network, weights: WeightSource
         network: Its target.
         weights: The tensors of the head; all are used.
         max_len: Positions of the rotary table.
+        ranks: The ranks that share target and head.
 
     Raises:
         ValueError: If a tensor is missing, unused or has another shape.
     """
-    return _LOADERS[type(spec)](spec, network, weights, max_len)
+    return _LOADERS[type(spec)](spec, network, weights, max_len, ranks)

@@ -63,10 +63,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """Raise SettingsError if so many ranks, or a device (`cpu` or `cuda`), cannot make or check the drafts."""
         if self.searches_on_device and device == "cpu":
             raise SettingsError("--speculative-config: method: ngram_gpu needs --device cuda; use ngram")
-        if (self.has_head or self.searches_on_device) and tensor_parallel_size > 1:
+        if _HEADS.get(self.method, False) and tensor_parallel_size > 1:  # a head of its own
             raise SettingsError(
                 f"--speculative-config: method: {self.method} needs --tensor-parallel-size 1; "
-                f"got {tensor_parallel_size}. Use ngram or suffix"
+                f"got {tensor_parallel_size}. Use mtp, ngram_gpu, ngram or suffix"
             )
         most = MAX_DRAFTS[device]
         if self.num_speculative_tokens > most:

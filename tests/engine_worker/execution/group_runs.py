@@ -24,7 +24,7 @@ from torch import Tensor
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.load.load_replica import LoadPlan, load_plan, load_replica
 from engine_worker.execution.ranks.broadcast_channel import BroadcastReceiver, BroadcastSender
-from engine_worker.execution.ranks.replica_group import ReplicaGroup, follow
+from engine_worker.execution.ranks.replica_group import Follower, ReplicaGroup
 from engine_worker.execution.sampling.sampler import Sampler
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
@@ -134,7 +134,7 @@ def run_watched(
     else:
         tokens = {}
         with suppress(RunEnded):
-            follow(replica, ranks, EndingReceiver(channel), plan.device)
+            Follower(replica, ranks, plan.device).follow(EndingReceiver(channel))
     checksum, num_steps = blueprint.head.account.tolist()
     takes_norms = ranks.peer_norm is not None
     return Watched(checksum, num_steps, replica.kv_cache.pool.cpu(), ranks.all_reduce_path, takes_norms, tokens)

@@ -1,6 +1,7 @@
 """Multi-token prediction: drafts are those of transformers' layers, in hybrids and mixtures, and no answer changes."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,21 @@ def test_drafts_are_those_of_transformers(model: Path, ahead: bool) -> None:
     wanted.append(make_request([*shared, 5, 6], "shared", max_tokens=9, seed=1))
     plain, _ = run(without_drafts(model), wanted)
     drafted, engine = run(with_mtp(model), wanted, recorder, ahead=ahead)
+    assert drafted.tokens == plain.tokens and num_right(engine) > 5
+    check_drafts(recorder, model)
+
+
+@pytest.mark.tp
+@pytest.mark.e2e
+@AHEAD
+@pytest.mark.parametrize("model", ["qwen3_5_moe_text", "glm4_moe"], indirect=True)
+def test_drafts_of_two_ranks_are_those_of_transformers(model: Path, ahead: bool) -> None:
+    recorder, wanted = Recorder(NUM_DRAFTS), requests(6, **OF_TWO)
+    plain, _ = run(without_drafts(model), wanted)
+    runner = with_mtp(model, tensor_parallel_size=2)
+    assert runner.group is not None
+    with closing(runner.group):
+        drafted, engine = run(runner, wanted, recorder, ahead=ahead)
     assert drafted.tokens == plain.tokens and num_right(engine) > 5
     check_drafts(recorder, model)
 

@@ -1,5 +1,6 @@
 """Drafts that the device finds in its own table of tokens: they are those of the search on the host."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,21 @@ def test_models_without_a_head_of_any_kind_are_searched(tmp_path: Path, model_im
     engine = make_engine(searching(target, **options), drafting=drafting, async_scheduling=ahead, **ROOMY)
     found = run_engine_to_end(engine, mixed_requests(NUM_REQUESTS))
     assert answers(found) == answers(plain) and not proposer.different[:1]
+
+
+@pytest.mark.tp
+@pytest.mark.e2e
+@AHEAD
+def test_rank_0_searches_for_all_ranks(directory: Path, ahead: bool) -> None:
+    plain = run_engine_to_end(
+        make_engine(make_runner(directory, num_blocks=512), **ROOMY), mixed_requests(NUM_REQUESTS)
+    )
+    runner, proposer = searching(directory, tensor_parallel_size=2), CheckedProposer()
+    assert runner.group is not None
+    with closing(runner.group):
+        found, engine = run(runner, proposer, ahead=ahead)
+    assert answers(found)[:3] == answers(plain)[:3] and not proposer.different[:1]
+    assert sum(engine.stats().speculation.accepted) > 20
 
 
 def test_a_row_is_taken_from_the_sequence_that_drafted_longest_ago() -> None:
