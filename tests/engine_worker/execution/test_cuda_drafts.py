@@ -1,5 +1,6 @@
 """Drafts change no answer on a GPU with --deterministic: 500 requests with every parameter, and models with states."""
 
+from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,25 @@ def test_searches_on_the_device_change_no_answer_of_500_requests(
     found = run_engine_to_end(engine, mixed_requests(NUM_REQUESTS))
     assert answers(found) == answers(plain)
     assert not proposer.different[:1] and proposer.num_equal > 1000
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices here")
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("cudagraph_mode", ["none", "full_decode_only"])
+def test_searches_of_two_gpus_change_no_answer(directory: Path, cudagraph_mode: str) -> None:
+    limits: dict[str, Any] = {**SIZES, "max_num_seqs": MAX_SAMPLES, "cudagraph_mode": cudagraph_mode}
+    runner, proposer = (
+        load(directory, num_drafts=MAX_DRAFTS, ngram_lengths=(SHORTEST, 4), tensor_parallel_size=2, **limits),
+        CheckedProposer(),
+    )
+    assert runner.group is not None
+    with closing(runner.group):
+        plain = run_engine_to_end(make_engine(runner, **SIZES), mixed_requests())
+        drafting = drafting_by(proposer, MAX_DRAFTS, max_samples=MAX_SAMPLES, may_run_ahead=True)
+        engine = make_engine(runner, drafting=drafting, async_scheduling=True, **SIZES)
+        found = run_engine_to_end(engine, mixed_requests())
+    assert answers(found) == answers(plain)
+    assert not proposer.different[:1] and proposer.num_equal > 250
 
 
 @pytest.mark.timeout(600)

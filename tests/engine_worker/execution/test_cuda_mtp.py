@@ -1,5 +1,6 @@
 """Multi-token prediction on a GPU in fp32: drafts are those of transformers, and no answer changes."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,5 +37,25 @@ def test_drafts_on_a_gpu_are_those_of_transformers(
     plain, _ = run(load(directory, cudagraph_mode, NO_DRAFTS, **OPTIONS), wanted, **LIMITS)
     drafts = DraftSettings(num_drafts=NUM_DRAFTS, head=DraftHeadFiles("mtp", directory))
     drafted, engine = run(load(directory, cudagraph_mode, drafts, **OPTIONS), wanted, recorder, ahead=ahead, **LIMITS)
+    assert num_right(engine) > 5 and drafted.tokens == plain.tokens
+    check_drafts(recorder, directory)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two CUDA devices here")
+@pytest.mark.timeout(600)
+@AHEAD
+@pytest.mark.parametrize("cudagraph_mode", ["none", "full"])
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "glm4_moe"])
+def test_drafts_of_two_gpus_are_those_of_transformers(
+    tmp_path: Path, family: str, cudagraph_mode: str, ahead: bool
+) -> None:
+    directory = write_mtp(write_family(tmp_path, NATIVE[family]), DRAFT_TOKENS)
+    recorder, wanted = Recorder(NUM_DRAFTS), requests(12, **OF_TWO)
+    drafts = DraftSettings(num_drafts=NUM_DRAFTS, head=DraftHeadFiles("mtp", directory))
+    runner = load(directory, cudagraph_mode, drafts, tensor_parallel_size=2, **OPTIONS)
+    assert runner.group is not None
+    with closing(runner.group):
+        plain, _ = run(runner, wanted, **LIMITS)
+        drafted, engine = run(runner, wanted, recorder, ahead=ahead, **LIMITS)
     assert num_right(engine) > 5 and drafted.tokens == plain.tokens
     check_drafts(recorder, directory)
