@@ -10,12 +10,13 @@ CPU ranks use gloo. GPU ranks use NCCL and peer memory, with the graphs that the
 import json
 import multiprocessing
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ from shared.messages import GenerationRequest
 from tests.builders import Transcript
 from tests.engine_worker.execution.reference import make_engine
 
+Result = TypeVar("Result")
 END = b"the run is over"  # not a valid message of a group
 
 
@@ -174,6 +176,28 @@ class Run:
 
     requests: list[GenerationRequest]
     config: dict[str, Any]
+
+
+def in_own_process(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Run a function that starts a group, in a process that is killed afterwards.
+
+    A group cannot be left while there are CUDA graphs with collectives of NCCL. Followers end with the process.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        found: Result = receiver.recv()
+    finally:
+        process.kill()
+        process.join()
+    return found
+
+
+def _send_result(sender: Connection, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    sender.send(function(*arguments))
 
 
 def tokens_of_runs(settings: ExecutionSettings, runs: Iterable[Run]) -> list[dict[str, list[int]]]:

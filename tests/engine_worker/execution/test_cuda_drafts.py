@@ -1,6 +1,5 @@
 """Drafts change no answer on a GPU with --deterministic: 500 requests with every parameter, and models with states."""
 
-from contextlib import closing
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,9 @@ import torch
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.settings import DraftSettings, ExecutionSettings
 from engine_worker.execution.step.model_runner import ModelRunner
-from tests.builders import drafting_by
+from tests.builders import Transcript, drafting_by
 from tests.engine_worker.execution import test_drafts_of_hybrids as hybrids
+from tests.engine_worker.execution.group_runs import in_own_process
 from tests.engine_worker.execution.reference import make_engine, run_engine_to_end, write_model
 from tests.engine_worker.execution.test_ngram_drafts import SHORTEST, CheckedProposer
 from tests.engine_worker.execution.test_speculation import MAKERS, VOCAB_SIZE, answers, mixed_requests, run
@@ -86,19 +86,19 @@ def test_searches_on_the_device_change_no_answer_of_500_requests(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cudagraph_mode", ["none", "full_decode_only"])
 def test_searches_of_two_gpus_change_no_answer(directory: Path, cudagraph_mode: str) -> None:
+    plain, found, num_different, num_equal = in_own_process(searches_of_two_ranks, directory, cudagraph_mode)
+    assert answers(found) == answers(plain) and not num_different and num_equal > 250
+
+
+def searches_of_two_ranks(directory: Path, cudagraph_mode: str) -> tuple[Transcript, Transcript, int, int]:
+    """Return the answers without drafts and with them, and how many drafts differ from those of the host or do not."""
     limits: dict[str, Any] = {**SIZES, "max_num_seqs": MAX_SAMPLES, "cudagraph_mode": cudagraph_mode}
-    runner, proposer = (
-        load(directory, num_drafts=MAX_DRAFTS, ngram_lengths=(SHORTEST, 4), tensor_parallel_size=2, **limits),
-        CheckedProposer(),
-    )
-    assert runner.group is not None
-    with closing(runner.group):
-        plain = run_engine_to_end(make_engine(runner, **SIZES), mixed_requests())
-        drafting = drafting_by(proposer, MAX_DRAFTS, max_samples=MAX_SAMPLES, may_run_ahead=True)
-        engine = make_engine(runner, drafting=drafting, async_scheduling=True, **SIZES)
-        found = run_engine_to_end(engine, mixed_requests())
-    assert answers(found) == answers(plain)
-    assert not proposer.different[:1] and proposer.num_equal > 250
+    runner = load(directory, num_drafts=MAX_DRAFTS, ngram_lengths=(SHORTEST, 4), tensor_parallel_size=2, **limits)
+    plain = run_engine_to_end(make_engine(runner, **SIZES), mixed_requests())
+    proposer = CheckedProposer()
+    drafting = drafting_by(proposer, MAX_DRAFTS, max_samples=MAX_SAMPLES, may_run_ahead=True)
+    found = run_engine_to_end(make_engine(runner, drafting=drafting, async_scheduling=True, **SIZES), mixed_requests())
+    return plain, found, len(proposer.different), proposer.num_equal
 
 
 @pytest.mark.timeout(600)
