@@ -44,7 +44,7 @@ SHAPES = {
     "prompts cut anywhere": Shape(
         StateHeads(1, 2, 16, 32), 4, (64, 0, 130, 63, 65), (1, 0, 4, 3, 2), (63, 7, 100, 5, 64)
     ),
-    "decodes of many sequences": Shape(StateHeads(1, 2, 16, 64), 4, (1,) * 130, tuple(range(1, 131))),
+    "decodes of many sequences": Shape(StateHeads(1, 2, 16, 128), 4, (1,) * 64, tuple(range(1, 65))),
     "long prompts": Shape(StateHeads(1, 2, 128, 64), 4, (100, 1, 64), (1, 3, 2)),
 }
 
@@ -148,7 +148,7 @@ def check_mamba(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype,
 
 def check_chunks(operators: RecurrentOperators, dtype: torch.dtype, device: str = "cpu") -> None:
     """Check that the states and outputs of a sequence have the same bits after any chunks."""
-    _check_cuts(operators, dtype, device, 150, ((64, 86), (1, 1, 1, 147), (17, 111, 1, 21), (1,) * 150))
+    _check_cuts(operators, dtype, device, 70, ((64, 6), (1, 1, 1, 67), (17, 40, 1, 12), (1,) * 70))
 
 
 def check_chunks_of_64(operators: RecurrentOperators, dtype: torch.dtype, device: str = "cpu") -> None:

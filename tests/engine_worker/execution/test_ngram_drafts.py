@@ -23,7 +23,7 @@ from tests.engine_worker.model.families import write_family
 from tests.engine_worker.model.family_cases import NATIVE
 from tests.proposers import FlickeringGain
 
-NUM_DRAFTS, SHORTEST, NUM_REQUESTS = 3, 1, 50
+NUM_DRAFTS, SHORTEST, NUM_REQUESTS = 3, 1, 30
 ROOMY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16}  # prompts are computed in chunks
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 
@@ -74,8 +74,8 @@ def test_the_device_finds_what_the_host_finds(directory: Path, ahead: bool, paus
     proposer, gain = CheckedProposer(), FlickeringGain(3) if pauses else None
     found, engine = run(searching(directory), proposer, gain, ahead=ahead)
     assert answers(found) == answers(plain)
-    assert not proposer.different[:1] and proposer.num_equal > 250
-    assert sum(engine.stats().speculation.accepted) > 20 or pauses
+    assert not proposer.different[:1] and proposer.num_equal > 150
+    assert sum(engine.stats().speculation.accepted) > 10 or pauses
 
 
 @AHEAD
@@ -114,7 +114,7 @@ def test_rank_0_searches_for_all_ranks(directory: Path, ahead: bool) -> None:
         plain = run_engine_to_end(make_engine(runner, **ROOMY), mixed_requests(NUM_REQUESTS))
         found, engine = run(runner, proposer, ahead=ahead)
     assert answers(found) == answers(plain) and not proposer.different[:1]
-    assert sum(engine.stats().speculation.accepted) > 20
+    assert sum(engine.stats().speculation.accepted) > 10
 
 
 def test_a_row_is_taken_from_the_sequence_that_drafted_longest_ago() -> None:

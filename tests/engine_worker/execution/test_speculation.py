@@ -19,7 +19,8 @@ from tests.builders import Transcript, drafting_by, make_request
 from tests.engine_worker.execution.reference import make_engine, make_runner, run_engine_to_end, write_model
 from tests.proposers import FunctionProposer
 
-NUM_REQUESTS = 125  # for each proposer and number of drafts; 500 pass too, in four minutes
+NUM_REQUESTS = 80  # for each proposer and number of drafts
+MANY = [NUM_REQUESTS, pytest.param(500, marks=pytest.mark.long)]
 VOCAB_SIZE = 128  # small, so that outputs repeat and drafts are often right
 MAX_SAMPLES = 16  # of the runner
 ROOMY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -28,6 +29,17 @@ ROOMY: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 256}
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def runner(directory: Path) -> ModelRunner:
+    return make_runner(directory, num_blocks=512, block_size=16)
+
+
+@pytest.fixture(scope="module")
+def plain(runner: ModelRunner) -> Callable[[int], Transcript]:
+    """Return a function that runs so many requests without drafts, once."""
+    return cache(lambda count: run(runner, None, 0, count))
 
 
 @cache
@@ -109,24 +121,28 @@ def answers(transcript: Transcript) -> Any:
     return transcript.tokens, transcript.others, ends, transcript.choice_ends
 
 
+@pytest.mark.parametrize("count", MANY)
 @pytest.mark.parametrize("max_drafts", [1, 3, 7])
 @pytest.mark.parametrize("name", MAKERS)
-def test_drafts_change_no_answer(directory: Path, name: str, max_drafts: int) -> None:
-    runner = make_runner(directory, num_blocks=512, block_size=16)
-    plain = run(runner, None, 0)
-    assert answers(run(runner, MAKERS[name](plain), max_drafts)) == answers(plain)
+def test_drafts_change_no_answer(
+    runner: ModelRunner, plain: Callable[[int], Transcript], name: str, max_drafts: int, count: int
+) -> None:
+    expected = plain(count)
+    assert answers(run(runner, MAKERS[name](expected), max_drafts, count)) == answers(expected)
 
 
 @pytest.mark.parametrize("mode", list(PreemptionMode))
 @pytest.mark.parametrize("name", ["oracle", "random"])
-def test_drafts_change_no_answer_of_preempted_requests(directory: Path, name: str, mode: PreemptionMode) -> None:
-    plain = run(make_runner(directory, num_blocks=512, block_size=8), None, 0)
+def test_drafts_change_no_answer_of_preempted_requests(
+    directory: Path, plain: Callable[[int], Transcript], name: str, mode: PreemptionMode
+) -> None:
+    expected = plain(NUM_REQUESTS)
     small = make_runner(directory, num_blocks=48, block_size=8, num_host_blocks=64)
     engine = make_engine(
-        small, drafting=drafting_by(MAKERS[name](plain), 3, max_samples=MAX_SAMPLES), preemption_mode=mode, **ROOMY
+        small, drafting=drafting_by(MAKERS[name](expected), 3, max_samples=MAX_SAMPLES), preemption_mode=mode, **ROOMY
     )
     transcript = run_engine_to_end(engine, mixed_requests())
-    assert answers(transcript) == answers(plain)
+    assert answers(transcript) == answers(expected)
     assert sum(engine.stats().counters.preemptions.values()) > 0
 
 
