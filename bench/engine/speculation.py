@@ -1,7 +1,7 @@
 """Measure what speculative decoding costs and gains when drafts are right, wrong, or found by a proposer.
 
     python -m bench speculation MODEL_DIR --out FILE [--cases 1x1024,8x1024,32x1024] [--drafts 3] [--device cuda]
-        [--load-format dummy] [--quantization fp8] [--head HEAD_DIR | --mtp]
+        [--load-format dummy] [--quantization fp8] [--head HEAD_DIR | --mtp | --prompt bench/engine/copy_edit.txt]
 
 Each case decodes the same prompts without drafts, with those of an oracle (the tokens of the run before), at random,
 at random with the automatic pause, and with the n-gram proposer. Proposers on the host must know the last token, so no
@@ -11,6 +11,8 @@ float32 and with --deterministic; the number of equal ones is reported.
 With a draft head, only its drafts are measured. Every step also runs the head: without drafts it stores its keys and
 values only. A head of random weights drafts token 0: always wrong (`head, wrong`), or always right where no other token
 is allowed (`head, right`).
+
+With --prompt, all sequences get that text, and only the n-gram proposer is measured. The cases then name any length.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from random import Random
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from bench.provenance import commit
@@ -106,31 +109,45 @@ class _KnownDrafts:
 
 
 class Speculation:
-    def __init__(self, runner: ModelRunner, max_drafts: int, max_tokens: int, head: DraftHeadFiles | None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        max_drafts: int,
+        max_tokens: int,
+        head: DraftHeadFiles | None = None,
+        prompt: list[int] | None = None,
+    ) -> None:
+        """Measure on `runner`. `prompt`: of all sequences; default: random ones."""
         self._runner, self._head, self._maker = runner, head, runner.draft_maker
+        self._prompt = prompt
         self._max_drafts = max_drafts
         self._max_tokens = max_tokens
 
     def case(self, num_sequences: int, prompt_tokens: int) -> dict[str, Any]:
         random = Random(1)
-        prompts = [[random.randrange(100, 1000) for _ in range(prompt_tokens)] for _ in range(num_sequences)]
+        prompts = [
+            self._prompt or [random.randrange(100, 1000) for _ in range(prompt_tokens)] for _ in range(num_sequences)
+        ]
         self._runner.draft_maker = self._maker if self._head is not None else None
         self._decode(prompts, None, 0.0)  # warm-up
         known, plain = self._decode(prompts, None, 0.0)
         figures: dict[str, Any] = {"case": f"{num_sequences}x{prompt_tokens}", "plain": plain}
         if self._head is not None:
             return figures | self._head_figures(self._head.method, prompts, plain["step_ms"])
+        by_ngrams = SpeculativeConfig(method="ngram", num_speculative_tokens=self._max_drafts)
         searching = SpeculativeConfig(method="ngram_gpu", num_speculative_tokens=self._max_drafts)
         kinds: dict[str, tuple[Proposer, float, DraftMaker | None]] = {
             "oracle": (_Guesses(lambda one: known[one.request_id][one.num_output_tokens :]), 0.0, None),
             "oracle, ahead": (PROPOSERS["ngram_gpu"](searching), 0.0, self._oracle(known)),
             "random": (_Guesses(lambda _: [random.randrange(100, 1000) for _ in range(self._max_drafts)]), 0.0, None),
             "random, paused": (_Guesses(lambda _: [random.randrange(100, 1000)] * self._max_drafts), 1.05, None),
-            "ngram, paused": (PROPOSERS["ngram"](SpeculativeConfig(method="ngram")), 1.05, None),
+            "ngram, paused": (PROPOSERS["ngram"](by_ngrams), 1.05, None),
             "ngram_gpu": (PROPOSERS["ngram_gpu"](searching), 0.0, self._maker),
             "ngram_gpu, paused": (PROPOSERS["ngram_gpu"](searching), 1.05, self._maker),
         }
-        for name, (proposer, min_gain, maker) in kinds.items():
+        wanted = kinds if self._prompt is None else ["ngram, paused"]
+        for name in wanted:
+            proposer, min_gain, maker = kinds[name]
             self._runner.draft_maker = maker
             tokens, figures[name] = self._decode(prompts, proposer, min_gain)
             figures[name]["equal_outputs"] = sum(tokens[one] == known[one] for one in known)
@@ -227,6 +244,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"), help="dummy: random weights")
     parser.add_argument("--quantization", default="auto")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--prompt", metavar="PATH", type=Path, help="text of all prompts (default: random tokens)")
     heads = parser.add_mutually_exclusive_group()
     heads.add_argument("--head", metavar="PATH", type=Path, help="an EAGLE-3 head for the model")
     heads.add_argument("--mtp", action="store_true", help="the model's layer for multi-token prediction")
@@ -250,7 +268,10 @@ def main(argv: list[str]) -> int:
         head = DraftHeadFiles("mtp", options.model) if options.mtp else DraftHeadFiles("eagle3", options.head)
     drafts = DraftSettings(num_drafts=options.drafts, head=head, ngram_lengths=(2, 4) if head is None else None)
     runner = load_model_runner(settings, lambda phase, progress, detail: None, drafts=drafts)
-    bench = Speculation(runner, options.drafts, options.tokens, head)
+    prompt = None
+    if options.prompt is not None:
+        prompt = Tokenizer.from_file(str(options.model / "tokenizer.json")).encode(options.prompt.read_text()).ids
+    bench = Speculation(runner, options.drafts, options.tokens, head, prompt)
     figures = [bench.case(*case) for case in cases]
     for case in figures:
         print(json.dumps(case))
