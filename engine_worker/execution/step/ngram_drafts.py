@@ -78,7 +78,8 @@ class NgramDrafts:
         self._lengths, self.last, self._ranks = lengths, last, ranks
         self._sampled = SampledSteps(bounds.max_rows, device)
         self._rows = TokenRows(bounds.max_rows)
-        self._table = torch.zeros(bounds.max_rows, bounds.max_model_len, dtype=torch.int32, device=device)
+        num_rows = bounds.max_rows if ranks.rank == 0 else 0
+        self._table = torch.zeros(num_rows, bounds.max_model_len, dtype=torch.int32, device=device)
         self.lookahead = Lookahead(last.lookahead, bounds.max_model_len)
 
     @torch.inference_mode()
