@@ -258,13 +258,13 @@ def test_random_requests_of_both_classes_keep_guarantees(seed: int, async_schedu
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_random_requests_with_window_keep_guarantees(seed: int, async_scheduling: bool) -> None:
     run_random_traffic(seed, async_scheduling, 0.2, random_window(seed))
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_drafts_change_no_output(seed: int, async_scheduling: bool) -> None:
     """Right and wrong drafts beside preemption, swap, windows, groups, forks, aborts, tenants and both classes."""
     windows = random_windows(seed) if seed % 2 else (0,)
@@ -279,7 +279,7 @@ def test_random_drafts_change_no_output(seed: int, async_scheduling: bool) -> No
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_random_drafts_of_a_head_change_no_output(seed: int, async_scheduling: bool) -> None:
     """As above, with drafts that only the device has while steps run ahead."""
     run = run_with_head(seed, async_scheduling)
@@ -378,7 +378,7 @@ def test_window_in_full_pool_drops_the_copy() -> None:
     check_outputs(requests, transcript, engine, 33)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_random_requests_in_full_pool_keep_guarantees(seed: int) -> None:
     run_full_pool(seed)
 
@@ -436,21 +436,21 @@ def run_with_states(seed: int, async_scheduling: bool, proposer: OracleProposer 
 
 @pytest.mark.usefixtures("has_many_checkpoints")
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_random_requests_with_recurrent_states_keep_guarantees(seed: int, async_scheduling: bool) -> None:
     run_with_states(seed, async_scheduling)
 
 
 @pytest.mark.usefixtures("has_many_checkpoints")
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_drafts_beside_recurrent_states_change_no_output(seed: int, async_scheduling: bool) -> None:
     run_with_states(seed, async_scheduling, OracleProposer(error_ratio=0.4, seed=seed))
 
 
 @pytest.mark.usefixtures("has_many_checkpoints")
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(15))
 def test_random_drafts_of_a_head_beside_recurrent_states_change_no_output(seed: int, async_scheduling: bool) -> None:
     run_with_states(seed, async_scheduling, head_of(seed, async_scheduling))
 
