@@ -1,14 +1,16 @@
 """Measures what drafts gain, per size of the batch, and turns them off where it is too little.
 
 A step with drafts costs more and gives more tokens. Both kinds of steps are timed; the slower kind is tried again for a
-few steps from time to time, since contents change. Drafts make no step faster, so the tokens that a sequence gets in a
-drafting step bound the gain: where they are too few in all batches, one step is enough to try again.
+few steps from time to time, since contents change, and for two if drafts are much slower. Drafts make no step faster,
+so the tokens that a sequence gets in a drafting step bound the gain: where they are too few in all batches, one step is
+enough to try again.
 """
 
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-_BOUND_STEPS = 2  # with drafts, before their tokens tell that they cannot pay
+_BOUND_STEPS = 2  # with drafts, before their tokens or their time tell that they cannot pay
+_HOPELESS = 0.6  # a gain so low that few steps show it; a step without proposals has about 0.8 on a GPU
 _TRIAL_STEPS = 8  # of the kind that is not in use
 _STEPS_BETWEEN_TRIALS = 400  # 8 steps that take 1.5 times as long then cost 1 %
 _WEIGHT = 0.1  # of a new measurement
@@ -65,10 +67,14 @@ class DraftGain:
             return False
         if self._tokens_each.num_steps >= _BOUND_STEPS and self._tokens_each.mean < self._min_gain:
             return self._num_steps % _STEPS_BETWEEN_TRIALS == 0
-        if kinds.drafting.num_steps < _TRIAL_STEPS:
+        if kinds.drafting.num_steps < _BOUND_STEPS:
+            return True
+        is_hopeless = kinds.plain.mean < _HOPELESS * kinds.drafting.mean
+        trial_steps = _BOUND_STEPS if is_hopeless else _TRIAL_STEPS
+        if kinds.drafting.num_steps < trial_steps:
             return True
         pays = kinds.plain.mean >= self._min_gain * kinds.drafting.mean
-        is_trial = kinds.num_steps % _STEPS_BETWEEN_TRIALS < _TRIAL_STEPS
+        is_trial = kinds.num_steps % _STEPS_BETWEEN_TRIALS < trial_steps
         return pays != is_trial
 
     def record(self, num_sequences: int, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:

@@ -89,6 +89,16 @@ def test_gain_needs_two_steps_to_see_that_wrong_drafts_cannot_pay(size: int) -> 
     assert [step for step, is_on in enumerate(states) if is_on] == [8, 9, 400, 800]
 
 
+def test_gain_needs_two_steps_to_see_that_drafts_are_much_too_slow() -> None:
+    """Three tokens in six times the time, as in large batches on a CPU."""
+    gain, states = DraftGain(1.05, runs_ahead=False), []
+    for _ in range(500):
+        is_on = gain.is_on(16)
+        states.append(is_on)
+        gain.record(16, 48 if is_on else 16, 0.06 if is_on else 0.01, has_drafts=is_on)
+    assert [step for step, is_on in enumerate(states) if is_on] == [8, 9, 400, 401]
+
+
 def test_gain_of_drafts_that_become_right_is_found() -> None:
     gain = DraftGain(1.05, runs_ahead=False)
     for step in range(500):
