@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from engine_worker.model.checkpoint_tensors import network_tensors
-from engine_worker.model.spec import ModelSpec
+from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.experts import MIN_EXPERT_COLUMNS, ExpertsSpec
 from engine_worker.model.specs.part import NOTHING, Part, Range
 
@@ -46,13 +46,14 @@ def check_tensor_parallel_size(spec: ModelSpec, size: int) -> None:
 def with_expert_shares(spec: ModelSpec, enable_expert_parallel: bool) -> ModelSpec:
     """Return `spec` with the inner columns of an expert that no rank may cut, and whether ranks share whole experts."""
     columns = max((MIN_EXPERT_COLUMNS, *(max(granule) for granule in _granules(spec))))
-    layers = tuple(
-        replace(layer, mlp=replace(layer.mlp, granule=columns, by_experts=enable_expert_parallel))
-        if isinstance(layer.mlp, ExpertsSpec)
-        else layer
-        for layer in spec.layers
-    )
-    return replace(spec, layers=layers)
+
+    def shared(layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.mlp, ExpertsSpec):
+            return layer
+        return replace(layer, mlp=replace(layer.mlp, granule=columns, by_experts=enable_expert_parallel))
+
+    mtp = spec.mtp and replace(spec.mtp, layer=shared(spec.mtp.layer))
+    return replace(spec, layers=tuple(map(shared, spec.layers)), mtp=mtp)
 
 
 def check_one_rank(size: int) -> None:

@@ -78,14 +78,17 @@ def test_drafts_are_those_of_transformers(model: Path, ahead: bool) -> None:
 
 @pytest.mark.tp
 @pytest.mark.e2e
-@AHEAD
-@pytest.mark.parametrize("model", ["qwen3_5_moe_text", "glm4_moe"], indirect=True)
-def test_drafts_of_two_ranks_are_those_of_transformers(model: Path, ahead: bool) -> None:
+@pytest.mark.parametrize(
+    ("model", "ahead", "by_experts"),
+    [("qwen3_5_moe_text", False, False), ("qwen3_5_moe_text, stacked", True, False), ("glm4_moe", True, True)],
+    indirect=["model"],
+)
+def test_drafts_of_two_ranks_are_those_of_transformers(model: Path, ahead: bool, by_experts: bool) -> None:
     recorder, wanted = Recorder(NUM_DRAFTS), requests(6, **OF_TWO)
-    plain, _ = run(without_drafts(model), wanted)
-    runner = with_mtp(model, tensor_parallel_size=2)
+    runner = with_mtp(model, tensor_parallel_size=2, enable_expert_parallel=by_experts)
     assert runner.group is not None
     with closing(runner.group):
+        plain, _ = run(runner, wanted)
         drafted, engine = run(runner, wanted, recorder, ahead=ahead)
     assert drafted.tokens == plain.tokens and num_right(engine) > 5
     check_drafts(recorder, model)
