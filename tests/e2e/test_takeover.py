@@ -44,7 +44,9 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_min": 1
 FREQUENT_TOKENS = tuple(range(25, 600))  # of the demo model, so that some drafts are right
 
 
-@pytest.mark.parametrize("of_first", ["plain", "ngram", pytest.param("eagle3", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "of_first", ["plain", *(pytest.param(name, marks=pytest.mark.long) for name in ("ngram", "eagle3"))]
+)
 async def test_second_worker_takes_over_streams(
     valkey: Valkey, demo_model_dir: Path, tmp_path: Path, of_first: str
 ) -> None:
