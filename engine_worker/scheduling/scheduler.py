@@ -209,15 +209,15 @@ class Scheduler:
         updates, failures = [], result.failures
         logprobs = result.logprobs or [None] * len(batch.sequences)
         sampled = zip(batch.sequences, result.sampled_token_ids, logprobs, strict=True)
+        finished = SequenceStatus.FINISHED  # names that are read per sampled sequence and step
         for scheduled, token_ids, token_logprobs in sampled:
-            sequence, drafts = scheduled.sequence, scheduled.drafts
-            # num_samples without a call, because this is done per sampled sequence and step.
-            sequence.num_inflight_tokens -= scheduled.num_samples if drafts else scheduled.samples
-            if sequence.status is SequenceStatus.FINISHED:
+            sequence, drafts, samples = scheduled.sequence, scheduled.drafts, scheduled.samples
+            sequence.num_inflight_tokens -= scheduled.num_samples if drafts else samples
+            if sequence.status is finished:
                 continue  # ended after it was scheduled
             if failures and (error := failures.get(sequence.request_id)) is not None:
                 updates.append(self._fail(sequence, error))
-            elif scheduled.samples and not sequence.sampling.use_beam_search:
+            elif samples and not sequence.sampling.use_beam_search:
                 assert token_ids, f"{sequence.request_id}: the executor returned neither a token nor a failure"
                 if drafts:
                     updates.append(self._update_drafted(scheduled, token_ids, token_logprobs))

@@ -99,13 +99,14 @@ class StepPlan:
     def add_decodes(self, decodes: Iterable[Place], drafts: Mapping[Sequence, tuple[int, ...]] = NO_DRAFTS) -> None:
         """Add the decodes of sequences that lack one token, with the drafts of some."""
         if not drafts:
+            add = self._add
             for group, sequence in decodes:
-                self._add(group, sequence, 1, samples=True)
+                add(group, sequence, 1, True)
             return
         for group, sequence in decodes:
             guessed = drafts.get(sequence, ())
             self.num_drafts += len(guessed)
-            self._add(group, sequence, 1 + len(guessed), samples=True).drafts = guessed
+            self._add(group, sequence, 1 + len(guessed), True).drafts = guessed
             if guessed and self._has_states:
                 sequence.kv.num_pending_tokens = 1 + len(guessed)
 
@@ -122,12 +123,12 @@ class StepPlan:
                 num_new_tokens = min(num_new_tokens, logprobs_left // logprobs_each)
                 logprobs_left -= num_new_tokens * logprobs_each
             if num_new_tokens:
-                self._add(group, sequence, num_new_tokens, samples=num_new_tokens == sequence.num_uncomputed_tokens)
+                self._add(group, sequence, num_new_tokens, num_new_tokens == sequence.num_uncomputed_tokens)
             budget_tokens -= num_new_tokens
         return len(self.sequences) > num_before
 
     def _add(
-        self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int, *, samples: bool
+        self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int, samples: bool
     ) -> ScheduledSequence:
         """Add the next tokens of `sequence`, and the forks of its group that are due with them."""
         kv, num_pending = sequence.kv, 0
