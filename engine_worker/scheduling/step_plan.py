@@ -127,9 +127,7 @@ class StepPlan:
             budget_tokens -= num_new_tokens
         return len(self.sequences) > num_before
 
-    def _add(
-        self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int, samples: bool
-    ) -> ScheduledSequence:
+    def _add(self, group: SequenceGroup, sequence: Sequence, num_new_tokens: int, samples: bool) -> ScheduledSequence:
         """Add the next tokens of `sequence`, and the forks of its group that are due with them."""
         kv, num_pending = sequence.kv, 0
         start = kv.num_computed_tokens
