@@ -19,7 +19,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -93,9 +93,6 @@ class _KnownDrafts:
         places = self._last.kept_positions[: len(drafting), None] + torch.arange(2, 2 + number, device=texts.device)
         drafts.copy_(texts.gather(1, places.clamp(max=texts.shape[1] - 1)).t())
         return drafts
-
-    def capture_graphs(self, inputs: object, keys: object) -> Iterator[tuple[float, str]]:
-        return iter(())
 
     def _texts_of(self, drafting: list[Sequence]) -> Tensor:
         names = tuple(sequence.request_id for sequence in drafting)

@@ -33,6 +33,7 @@ from engine_worker.execution.ranks.same_model import check_same_model
 from engine_worker.execution.settings import IN_GROUPS, NO_DRAFTS, DraftSettings, ExecutionSettings
 from engine_worker.execution.step.cuda_graphs import GraphKey, graph_keys
 from engine_worker.execution.step.draft_maker import DraftMaker, last_drafts
+from engine_worker.execution.step.draft_steps import DraftSteps
 from engine_worker.execution.step.host_pool import STAGING_BYTES_OF_STATES, staging_bytes
 from engine_worker.execution.step.input_builder import HostInputs, StepInputs
 from engine_worker.execution.step.kv_cache import (
@@ -258,7 +259,7 @@ def _replica(
     if not graphs or persistent is None:
         return replica, iter(()), drafts
     captures = replica.capture_graphs(persistent, graphs, has_logits=ranks.rank == 0)
-    if drafts is not None:
+    if isinstance(drafts, DraftSteps):  # a search has three kernels, which are launched as fast as a graph
         captures = chain(captures, drafts.capture_graphs(persistent, graphs))
     return replica, captures, drafts
 

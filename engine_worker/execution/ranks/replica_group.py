@@ -8,7 +8,7 @@ The ranks meet in the collectives of the forward pass, and every decision is in 
 others receive the sampled ids on their devices, in stream order, as the next step's input.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from engine_worker.execution.ranks.group_messages import MakeDrafts, MoveBlocks, RunStep, Work, encode, work_of
 from engine_worker.execution.ranks.step_channel import MessageReceiver, MessageSender
 from engine_worker.execution.sampling.sampling_pieces import to_device
-from engine_worker.execution.step.cuda_graphs import GraphInputs, GraphKey
+from engine_worker.execution.step.cuda_graphs import GraphKey
 from engine_worker.execution.step.draft_description import DraftDescription
 from engine_worker.execution.step.draft_maker import DraftMaker
 from engine_worker.execution.step.kv_cache import KVCache
@@ -123,10 +123,6 @@ class GroupDrafts:
         except RuntimeError:
             self._blame()
             raise
-
-    def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:
-        """Capture graphs of this rank; each rank does so when it loads."""
-        return self._maker.capture_graphs(inputs, keys)
 
 
 class Follower:

@@ -6,7 +6,7 @@
 What a maker leaves in LastDrafts lets the next step begin before the host knows the drafts.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_worker.execution.step.cuda_graphs import GraphInputs, GraphKey
+from engine_worker.execution.step.cuda_graphs import GraphKey
 from engine_worker.execution.step.describe import Lookahead
 from engine_worker.execution.step.draft_description import DraftDescription
 from engine_worker.execution.step.step_description import Int32Array
@@ -86,13 +86,6 @@ class DraftMaker(Protocol):
 
         Returns:
             The drafts [number, Q] on the device, or None if there are none. The next call overwrites them.
-        """
-
-    def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:
-        """Capture the work after small decode steps.
-
-        Yields:
-            Progress from 0 to 1, and a description of the captured graph.
         """
 
 

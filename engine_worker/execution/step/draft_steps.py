@@ -103,7 +103,11 @@ class DraftSteps:
 
     @torch.inference_mode()
     def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:
-        """Capture the drafts of small decode steps; see DraftMaker."""
+        """Capture the drafts of small decode steps.
+
+        Yields:
+            Progress from 0 to 1, and a description of the captured graph.
+        """
         keys = [key for key in keys if not key.mixed and key.size <= MAX_GRAPH_ROWS]
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         for number, key in enumerate(reversed(keys), start=1):

@@ -209,8 +209,7 @@ class ModelRunner:
     ) -> PendingDrafts | None:
         if self.draft_maker is None:
             return None
-        has_drafts = batch.num_drafts_to_make or any(scheduled.drafts for scheduled in batch.sequences)
-        if not (has_drafts or self.draft_maker.follows_all_steps):
+        if not (self.draft_maker.follows_all_steps or batch.num_drafts_to_make or _has_drafts(batch)):
             self._describer.without_drafts()
             return None
         sampled = tokens.token_ids if tokens is not None else torch.zeros(0, dtype=torch.int64)
@@ -241,6 +240,10 @@ class ModelRunner:
         self._describer.keep_samples(rows)
         self.replica.keep_samples(tokens.token_ids)
         return tokens
+
+
+def _has_drafts(batch: ScheduledBatch) -> bool:
+    return any(scheduled.drafts for scheduled in batch.sequences)
 
 
 def _whole(token_ids: list[int | None]) -> list[int] | None:

@@ -5,7 +5,6 @@ and all others by the host, which knows them. So a step that neither checks nor 
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.execution.sampling.sampling_pieces import to_device
-from engine_worker.execution.step.cuda_graphs import GraphInputs, GraphKey
+from engine_worker.execution.step.cuda_graphs import GraphKey
 from engine_worker.execution.step.describe import Lookahead
 from engine_worker.execution.step.draft_description import DraftDescription
 from engine_worker.execution.step.draft_maker import DraftBounds, SampledSteps
@@ -103,10 +102,6 @@ class NgramDrafts:
         if self._ranks.size > 1:  # the other ranks know no tokens, but those of the step
             drafts.copy_(self._ranks.broadcast(drafts.contiguous()))
         return drafts
-
-    def capture_graphs(self, inputs: GraphInputs, keys: Iterable[GraphKey]) -> Iterator[tuple[float, str]]:
-        """Capture nothing: three kernels are launched as fast as a graph."""
-        return iter(())
 
     def _write(self, missing: dict[int, tuple[int, list[int]]]) -> None:
         """Enqueue a copy of tokens that the device does not have."""

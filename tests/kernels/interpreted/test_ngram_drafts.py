@@ -75,7 +75,10 @@ def test_the_search_equals_its_reference(seed: int, lengths: tuple[int, int]) ->
 
 
 def recorded() -> tuple[SampledStep, LastDrafts]:
-    """Return a step of a sequence of which the first of three drafts stands, a decode that ends, and padding."""
+    """Return a step of two sequences and padding.
+
+    The first sequence has three drafts, of which one is right. The second decodes, and ends at the longest length.
+    """
     step = SampledStep(
         token_ids=torch.tensor([50, 51, 59, 53, 60, 0]),
         positions=torch.tensor([8, 9, 10, 11, 15, 0]),
