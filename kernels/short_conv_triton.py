@@ -10,6 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import dependent_launch
 
 _CHANNELS = 256
 
@@ -46,8 +49,11 @@ def _short_conv_kernel(
     x, weight, bias, out, cache, sequences, starts, positions, slots, tables, channels, x_stride, out_stride,
     table_stride, block_stride, kv_stride, head_stride, slot_stride,
     WIDTH: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
-    STORES: tl.constexpr,
+    STORES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels
@@ -101,7 +107,7 @@ def short_conv_triton(
             x, weight, bias, out, cache, tokens.sequences, tokens.query_start_loc, tokens.positions, tokens.slots,
             tokens.block_tables, x.shape[1], x.stride(0), out.stride(0), tokens.block_tables.stride(0),
             *cache.stride()[:4], WIDTH=weight.shape[1], HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            CHANNELS=_CHANNELS, STORES=stores,
+            CHANNELS=_CHANNELS, STORES=stores, **dependent_launch(x),
         )  # fmt: skip
 
 

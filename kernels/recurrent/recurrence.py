@@ -9,7 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import dependent_launch
 from kernels.recurrent.batch import PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.reference import L2_EPS
 
@@ -115,9 +117,13 @@ def _recurrence_kernel(
     qkv_stride, state_stride,
     GATE_STRIDE: tl.constexpr, NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, VALUES: tl.constexpr, LONGEST: tl.constexpr, EPS: tl.constexpr, IS_DECODE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Run Mamba-2 with `skip`, the gated delta rule without it; then gates are beta, then the step."""
     STEP_AT: tl.constexpr = NUM_HEADS if skip is None else 0
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     head, sequence = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts + sequence)
     end = tl.load(starts + sequence + 1)
@@ -206,5 +212,5 @@ def _launch(work: Recurrence, out: Tensor, columns: int, num_warps: int, longest
         batch.state_blocks, batch.query_start_loc, *_pointers(work), work.qkv.stride(0), work.states.stride(0),
         GATE_STRIDE=work.gates.stride(0), NUM_KEY_HEADS=heads.num_key_heads, NUM_HEADS=heads.num_heads,
         KEY_DIM=heads.key_dim, VALUE_DIM=heads.value_dim, VALUES=columns, LONGEST=longest, EPS=L2_EPS,
-        IS_DECODE=is_decode, num_warps=num_warps, maxnreg=_MAX_REGISTERS,
+        IS_DECODE=is_decode, num_warps=num_warps, maxnreg=_MAX_REGISTERS, **dependent_launch(work.qkv),
     )  # fmt: skip

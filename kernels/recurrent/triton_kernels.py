@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import dependent_launch
 from kernels.recurrent.batch import PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.chunks import CHUNK, has_chunks, run_in_chunks
 from kernels.recurrent.recurrence import Recurrence, has_decode_tiles, run_decode, run_token_by_token
@@ -43,8 +45,11 @@ def _keep_inputs(x, x_stride, before, history, num_tokens, channel, inside, chan
 @triton.jit(do_not_specialize=["x_stride"])
 def _causal_conv_kernel(
     x, weight, bias, out, states, state_blocks, starts, pending, kept, x_stride, state_stride, channels,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEEPS: tl.constexpr,
+    WIDTH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, KEEPS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     sequence = tl.program_id(0)
     start = tl.load(starts + sequence)
     num_tokens = tl.load(starts + sequence + 1) - start
@@ -76,8 +81,11 @@ def _causal_conv_kernel(
 @triton.jit(do_not_specialize=["x_stride"])
 def _keep_inputs_kernel(
     x, states, state_blocks, starts, pending, kept, x_stride, state_stride, channels,
-    WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr, CHANNELS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     sequence = tl.program_id(0)
     start = tl.load(starts + sequence)
     num_tokens = tl.load(starts + sequence + 1) - start
@@ -99,17 +107,24 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, 
     drafts = (batch.drafts.pending, batch.drafts.kept) if batch.drafts is not None else (None, None)
     sequences = (states, batch.state_blocks, batch.query_start_loc, *drafts, x.stride(0), states.stride(0), channels)
     _causal_conv_kernel[num_sequences, num_chunks, parts](
-        x, weight, bias, out, *sequences, WIDTH=width, TOKENS=tokens, CHANNELS=_CONV_CHANNELS, KEEPS=num_chunks == 1
-    )
+        x, weight, bias, out, *sequences, WIDTH=width, TOKENS=tokens, CHANNELS=_CONV_CHANNELS, KEEPS=num_chunks == 1,
+        **dependent_launch(x),
+    )  # fmt: skip
     if num_chunks > 1:  # another program may not have read the history yet
-        _keep_inputs_kernel[num_sequences, parts](x, *sequences, WIDTH=width, CHANNELS=_CONV_CHANNELS)
+        _keep_inputs_kernel[num_sequences, parts](
+            x, *sequences, WIDTH=width, CHANNELS=_CONV_CHANNELS, **dependent_launch(x)
+        )
     return out
 
 
 @triton.jit(do_not_specialize=["row_stride"])
 def _keep_rows_kernel(
-    rows, target, state_blocks, starts, pending, kept, row_stride, state_stride, size, CHANNELS: tl.constexpr
-):
+    rows, target, state_blocks, starts, pending, kept, row_stride, state_stride, size,
+    CHANNELS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     sequence = tl.program_id(0)
     start = tl.load(starts + sequence)
     num_tokens = tl.load(starts + sequence + 1) - start
@@ -128,14 +143,18 @@ def keep_inputs(rows: Tensor, kept: Tensor, batch: RecurrentBatch) -> None:
     assert drafts is not None and rows.stride(1) == 1 and kept.stride()[1:] == (size, 1)
     _keep_rows_kernel[len(batch.state_blocks), triton.cdiv(size, _CONV_CHANNELS)](
         rows, kept, batch.state_blocks, batch.query_start_loc, drafts.pending, drafts.kept, rows.stride(0),
-        kept.stride(0), size, CHANNELS=_CONV_CHANNELS,
+        kept.stride(0), size, CHANNELS=_CONV_CHANNELS, **dependent_launch(rows),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "gate_stride"])
 def _gated_rms_norm_kernel(
-    x, gate, weight, out, num_rows, gate_stride, eps, HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr
-):
+    x, gate, weight, out, num_rows, gate_stride, eps,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, SIZE)[None, :]
     inside = row < num_rows
@@ -154,15 +173,20 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     out, heads = torch.empty_like(x), x.shape[1] // size
     num_rows = len(x) * heads
     _gated_rms_norm_kernel[(triton.cdiv(num_rows, _NORM_ROWS),)](
-        x, gate, weight, out, num_rows, gate.stride(0), eps, HEADS=heads, SIZE=size, ROWS=_NORM_ROWS
-    )
+        x, gate, weight, out, num_rows, gate.stride(0), eps, HEADS=heads, SIZE=size, ROWS=_NORM_ROWS,
+        **dependent_launch(x),
+    )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["gate_stride"])
 def _rms_norm_of_gated_kernel(
-    x, gate, weight, out, gate_stride, eps, GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr
-):
+    x, gate, weight, out, gate_stride, eps,
+    GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, WIDTH)
     inside = column < SIZE
@@ -180,13 +204,16 @@ def rms_norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_g
     width = triton.next_power_of_2(size)
     _rms_norm_of_gated_kernel[len(x), num_groups](
         x, gate, weight, out, gate.stride(0), eps, GROUPS=num_groups, SIZE=size, WIDTH=width,
-        num_warps=max(1, min(8, width // 512)),
+        num_warps=max(1, min(8, width // 512)), **dependent_launch(x),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["gate_stride"])
-def _multiply_sigmoid_kernel(x, gate, gate_stride, SIZE: tl.constexpr, CHANNELS: tl.constexpr):
+def _multiply_sigmoid_kernel(x, gate, gate_stride, SIZE: tl.constexpr, CHANNELS: tl.constexpr, DEPENDENT: tl.constexpr):
+    if DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < SIZE
@@ -199,7 +226,7 @@ def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     assert x.is_contiguous() and gate.shape == x.shape and gate.stride(1) == 1
     size = x.shape[1]
     _multiply_sigmoid_kernel[len(x), triton.cdiv(size, _GATE_CHANNELS)](
-        x, gate, gate.stride(0), SIZE=size, CHANNELS=_GATE_CHANNELS, num_warps=4
+        x, gate, gate.stride(0), SIZE=size, CHANNELS=_GATE_CHANNELS, num_warps=4, **dependent_launch(x)
     )
     return x
 

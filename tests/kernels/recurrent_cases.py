@@ -148,7 +148,7 @@ def check_mamba(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype,
 
 def check_chunks(operators: RecurrentOperators, dtype: torch.dtype, device: str = "cpu") -> None:
     """Check that the states and outputs of a sequence have the same bits after any chunks."""
-    _check_cuts(operators, dtype, device, 70, ((64, 6), (1, 1, 1, 67), (17, 40, 1, 12), (1,) * 70))
+    _check_cuts(operators, dtype, device, 24, ((16, 8), (1, 1, 1, 21), (7, 10, 1, 6), (1,) * 24))
 
 
 def check_chunks_of_64(operators: RecurrentOperators, dtype: torch.dtype, device: str = "cpu") -> None:
