@@ -22,10 +22,12 @@ class Scaled:
     Attributes:
         values: [R, K], float8_e4m3fn, contiguous.
         scales: float32. Per row: [R]. Grouped: [K / 128, R] for activations, [R / 128, K / 128] rounded up for weights.
+        plain: [R, K], the activations before they were quantized, if a part of the layer reads them.
     """
 
     values: Tensor
     scales: Tensor
+    plain: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.values)
@@ -53,11 +55,19 @@ class Scaled:
         return self.values.float() * scales
 
 
-def empty_rows(x: Tensor, width: int, is_grouped: bool) -> Scaled:
-    """Allocate uninitialized quantized rows [T, width] for x [T, ...]."""
+def empty_rows(x: Tensor, width: int, is_grouped: bool, keeps_plain: bool = False) -> Scaled:
+    """Allocate uninitialized quantized rows [T, width] for x [T, ...], and plain ones of x's dtype if kept."""
     values = x.new_empty(len(x), width, dtype=E4M3)
     scales = x.new_empty((width // GROUP, len(x)) if is_grouped else (len(x),), dtype=torch.float32)
-    return Scaled(values, scales)
+    return Scaled(values, scales, x.new_empty(len(x), width) if keeps_plain else None)
+
+
+def plain_rows(x: Tensor | Scaled) -> Tensor:
+    """Return rows as they were before they were quantized."""
+    if isinstance(x, Tensor):
+        return x
+    assert x.plain is not None, "whatever quantized the rows was told to keep them"
+    return x.plain
 
 
 def quantize_rows_reference(x: Tensor) -> Scaled:

@@ -9,7 +9,7 @@ from bench.kernel.fp8_checks import random_weight as random_fp8_weight
 from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.moe.activation import Gate, SquaredRelu, activated_reference, num_halves
 from kernels.moe.combine import combine
-from kernels.moe.grouped_product import grouped_product, tiles_of
+from kernels.moe.grouped_product import grouped_product, scaled_tiles_of, tiles_of
 from kernels.moe.reference import apply_experts_reference, choose_reference, sort_reference
 from kernels.moe.route import route
 from kernels.moe.routing import Router, Routing
@@ -99,7 +99,7 @@ def check_fp8_product(num_rows: int, is_gated: bool, is_grouped: bool) -> Check:
         gate = Gate() if is_gated else None
 
         def run() -> Tensor:
-            tiles = tiles_of(is_gated, routing.block_rows, 1)
+            tiles = scaled_tiles_of(is_gated, scaled, routing)
             return grouped_product(quantized, ExpertProduct(scaled), routing, gate, tiles, x.dtype)
 
         output = poisoned(run)

@@ -1,9 +1,12 @@
-"""Choose the experts of each token and sort the pairs: two launches, no atomics, no host synchronization.
+"""Choose the experts of each token and sort the pairs: two or three launches, no atomics, no host synchronization.
 
-Up to 32 tokens, the first launch computes quarters of logits and the second, one program, chooses and sorts. For more,
-each program of the first launch also chooses the experts of 16 tokens and counts them, and each of the second places
-the pairs of 16 tokens. The sums of a logit have one order for any T. Of equal scores the lower id is chosen.
+Logits of up to 512 tokens are computed in quarters, by many programs; those of more tokens by the programs that choose.
+Up to 8 tokens, one program chooses and sorts. For more, each program chooses the experts of a few tokens and counts
+them, and each of the last launch places their pairs: at 64 tokens and 256 experts one program would take 49 us (H200).
+The sums of a logit have one order for any T. Of equal scores the lower id is chosen.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -16,7 +19,9 @@ from kernels.moe.reference import route_reference
 from kernels.moe.routing import BLOCK_FIELDS, Router, Routing, empty_routing
 
 _BLOCK_T = 16  # rows of an mma
-_MAX_SMALL = 32  # tokens that one program sorts
+_MAX_SORTED_AT_ONCE = 8  # tokens
+_MAX_QUARTERED = 512  # tokens
+_CHOSEN_AT_ONCE = 4  # tokens of a program, if their logits are there
 _CHOSEN = tl.constexpr(-(2**63))  # less than each key
 
 
@@ -199,10 +204,11 @@ def _store_chosen(
 
 @triton.jit
 def _load_logits(
-    chains, bias, num_tokens, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
+    chains, bias, first_token, num_tokens,
+    NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Return the sum of the four chains of each logit, [4, num_tokens, NUM_EXPERTS]."""
-    tokens, experts = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
+    tokens, experts = first_token + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
     inside = (tokens < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
     first = chains + tokens[:, None] * NUM_EXPERTS + experts[None, :]
     size = num_tokens * NUM_EXPERTS
@@ -248,7 +254,7 @@ def _route_few_kernel(
         gdc_launch_dependents()
         gdc_wait()
     tokens = tl.arange(0, BLOCK_T)
-    values = _load_logits(chains, bias, num_tokens, NUM_EXPERTS, BLOCK_T, BLOCK_E)
+    values = _load_logits(chains, bias, 0, num_tokens, NUM_EXPERTS, BLOCK_T, BLOCK_E)
     chosen, values = _choose(
         values, correction_bias, scale,
         NUM_EXPERTS, TOP_K, IS_SIGMOID, DIVIDES_BY_CHOSEN, NUM_GROUPS, NUM_CHOSEN_GROUPS, BLOCK_T, BLOCK_E,
@@ -264,21 +270,24 @@ def _route_few_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_many_kernel(
-    x, weight, bias, correction_bias, ids, weights, counts, num_tokens, scale,
+    x, weight, chains, bias, correction_bias, ids, weights, counts, num_tokens, scale,
     HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, IS_SIGMOID: tl.constexpr,
     DIVIDES_BY_CHOSEN: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, WIDENS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Choose the experts of BLOCK_T tokens and count them: counts [token blocks, E]."""
+    """Choose the experts of BLOCK_T tokens and count them: counts [token blocks, E]. Logits may be in `chains`."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     first_token = tl.program_id(0) * BLOCK_T
     tokens, experts = first_token + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
-    values = _logits_of(
-        x, weight, bias, first_token, num_tokens, HIDDEN, NUM_EXPERTS, BLOCK_T, BLOCK_E, BLOCK_K, WIDENS
-    )
+    if chains is not None:
+        values = _load_logits(chains, bias, first_token, num_tokens, NUM_EXPERTS, BLOCK_T, BLOCK_E)
+    else:
+        values = _logits_of(
+            x, weight, bias, first_token, num_tokens, HIDDEN, NUM_EXPERTS, BLOCK_T, BLOCK_E, BLOCK_K, WIDENS
+        )
     chosen, values = _choose(
         values, correction_bias, scale,
         NUM_EXPERTS, TOP_K, IS_SIGMOID, DIVIDES_BY_CHOSEN, NUM_GROUPS, NUM_CHOSEN_GROUPS, BLOCK_T, BLOCK_E,
@@ -361,42 +370,55 @@ def route_triton(
         routing.num_blocks.zero_()
         return routing
     block_e = max(16, triton.next_power_of_2(router.num_experts))
+    # From E only, because it decides the order of the sums. A stage of _route_many_kernel has 64 KiB of the weight.
+    block_k = max(16, min(64, 16_384 // (block_e * max(x.element_size(), weight.element_size()))))
+    of_product = {"HIDDEN": hidden, "WIDENS": x.dtype != weight.dtype, "BLOCK_K": block_k}
+    common = {"NUM_EXPERTS": router.num_experts, **dependent_launch(x)}
     choice = {
         "TOP_K": router.top_k,
         "IS_SIGMOID": router.scoring == "sigmoid",
         "DIVIDES_BY_CHOSEN": router.divides_by_chosen,
         "NUM_GROUPS": router.num_groups,
         "NUM_CHOSEN_GROUPS": router.num_chosen_groups,
+        "BLOCK_E": block_e,
     }
-    # From E only, because it decides the order of the sums. A stage of _route_many_kernel has 64 KiB of the weight.
-    block_k = max(16, min(64, 16_384 // (block_e * max(x.element_size(), weight.element_size()))))
-    of_product = {"HIDDEN": hidden, "WIDENS": x.dtype != weight.dtype, "BLOCK_K": block_k}
     lists = routing.pairs, routing.offsets, routing.positions, routing.blocks, routing.num_blocks
     bounds = num_tokens, routing.owned.start, routing.owned.stop
-    common = {"NUM_EXPERTS": router.num_experts, **dependent_launch(x)}
-    sorting = {"FIELDS": BLOCK_FIELDS, "BLOCK_ROWS": routing.block_rows, "BLOCK_E": block_e}
-    num_blocks = triton.cdiv(num_tokens, _BLOCK_T)
-    if num_tokens <= _MAX_SMALL:
-        chains = x.new_empty(4, num_tokens, router.num_experts, dtype=torch.float32)
-        few = 16 if x.element_size() == 4 else 8
-        _route_chains_kernel[(triton.cdiv(router.num_experts, few), num_blocks, 4)](
-            x, weight, chains, num_tokens,
-            **of_product, BLOCK_T=_BLOCK_T, BLOCK_E=few, **common, num_warps=1, num_stages=4,
-        )  # fmt: skip
+    sorting = {"FIELDS": BLOCK_FIELDS, "BLOCK_ROWS": routing.block_rows, **common}
+    chains = _quarters(x, weight, {**of_product, **common}) if num_tokens <= _MAX_QUARTERED else None
+    if num_tokens <= _MAX_SORTED_AT_ONCE:
+        block_t = triton.next_power_of_2(num_tokens)
         _route_few_kernel[(1,)](
             chains, bias, correction_bias, routing.ids, routing.weights, *lists, *bounds, router.scale,
-            **choice, **sorting, BLOCK_T=triton.next_power_of_2(num_tokens), **common,
-            num_warps=8 if num_tokens > _BLOCK_T else 4,
+            **choice, **sorting, BLOCK_T=block_t, num_warps=_choosing_warps(block_t * block_e),
         )  # fmt: skip
         return routing
+    block_t = _BLOCK_T if chains is None else _CHOSEN_AT_ONCE
+    num_blocks = triton.cdiv(num_tokens, block_t)
     counts = x.new_empty(num_blocks, router.num_experts, dtype=torch.int8)  # at most 16
     _route_many_kernel[(num_blocks,)](
-        x, weight, bias, correction_bias, routing.ids, routing.weights, counts, num_tokens, router.scale,
-        **of_product, **choice, BLOCK_T=_BLOCK_T, BLOCK_E=block_e,
-        **common, num_warps=8 if block_e >= 64 else 4, num_stages=3 if block_e <= 128 else 2,
+        x, weight, chains, bias, correction_bias, routing.ids, routing.weights, counts, num_tokens, router.scale,
+        **of_product, **choice, **common, BLOCK_T=block_t, num_warps=_choosing_warps(block_t * block_e),
+        num_stages=3 if block_e <= 128 else 2,
     )  # fmt: skip
     _sort_pairs_kernel[(num_blocks,)](
         routing.ids, counts, *lists, *bounds,
-        TOP_K=router.top_k, **sorting, BLOCK_T=_BLOCK_T, COUNTED=64, **common, num_warps=4,
+        TOP_K=router.top_k, BLOCK_E=block_e, **sorting, BLOCK_T=block_t, COUNTED=64, num_warps=4,
     )  # fmt: skip
     return routing
+
+
+def _quarters(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return the four chains of each logit [4, T, E]."""
+    (num_tokens, _), (num_experts, _) = x.shape, weight.shape
+    chains = x.new_empty(4, num_tokens, num_experts, dtype=torch.float32)
+    few = 16 if x.element_size() == 4 else 8
+    _route_chains_kernel[(triton.cdiv(num_experts, few), triton.cdiv(num_tokens, _BLOCK_T), 4)](
+        x, weight, chains, num_tokens, **options, BLOCK_T=_BLOCK_T, BLOCK_E=few, num_warps=1, num_stages=4
+    )
+    return chains
+
+
+def _choosing_warps(num_scores: int) -> int:
+    """Return the warps that choose fastest among so many scores: up to 4 per thread, measured on an H200."""
+    return min(8, 1 << (max(num_scores // 128, 1) - 1).bit_length())

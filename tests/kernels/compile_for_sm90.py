@@ -344,7 +344,7 @@ def fp8_linear_layers() -> None:
                 (gated_fp8_linear if is_gated else fp8_linear)(quantize(x), Scaled(weight, scales), tiles)
     x = torch.empty(64, 4096, dtype=torch.bfloat16, device="meta")
     for is_grouped in (False, True):
-        add_rms_norm_quantized(x, x, x[0], 1e-5, is_grouped)
+        add_rms_norm_quantized(x, x, x[0], 1e-5, is_grouped, keeps_plain=is_grouped)
     silu_and_mul_quantized(x)
 
 
@@ -369,7 +369,7 @@ def experts(model: ExpertModel) -> Callable[[], object]:
     def launch() -> None:
         halves = num_halves(model.activation)
         first, down = product(halves * model.inner, model.hidden, halves), product(model.hidden, model.inner, 1)
-        for num_tokens in (1, 32, 256, 2048):
+        for num_tokens in (1, 32, 256, 2048):  # each way of routing
             x = empty(num_tokens, model.hidden)
             routing = route_triton(x, empty(model.router.num_experts, model.hidden), model.router)
             if model.format in {"bf16", "int4"}:

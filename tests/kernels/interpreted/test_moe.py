@@ -9,7 +9,7 @@ from bench.kernel.cases import measure_error, rounding_tolerance
 from kernels.fp8_kv import E4M3
 from kernels.moe.activation import Activation, Gate, SquaredRelu, activated_reference, num_halves
 from kernels.moe.experts import apply_experts_triton, kernel_of
-from kernels.moe.grouped_product import grouped_product, tiles_of
+from kernels.moe.grouped_product import grouped_product, scaled_tiles_of
 from kernels.moe.mxfp4 import pack_mxfp4
 from kernels.moe.reference import apply_experts_reference, choose_reference, route_reference, sort_reference
 from kernels.moe.route import route_triton
@@ -70,6 +70,16 @@ def test_route_of_ties_takes_the_lower_id(num_tokens: int) -> None:
     assert found.ids.tolist() == [[0, 1, 2, 5]] * num_tokens
     low = route_triton(-torch.ones(num_tokens, 1), logits[:, None], Router(num_experts=9, top_k=2))
     assert low.ids.tolist() == [[3, 7]] * num_tokens
+
+
+def test_route_has_the_same_bits_in_any_batch() -> None:
+    router = Router(num_experts=9, top_k=4, renormalize=True)
+    x, weight = random(520, 72), random(9, 72, seed=1)
+    together = route_triton(x, weight, router)
+    for num_tokens in (3, 40):
+        found = route_triton(x[:num_tokens], weight, router)
+        assert torch.equal(found.ids, together.ids[:num_tokens])
+        assert torch.equal(found.weights, together.weights[:num_tokens])
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -160,7 +170,7 @@ def test_fp8_product_equals_float64(activation: Activation | None, is_grouped: b
     scales = random(3, 2, 2).abs() + 0.1 if is_grouped else random(3, 256).abs()
     scaled = ScaledExperts(random(3, 256, 256, seed=2).to(E4M3), scales)
     product = ExpertProduct(scaled)
-    tiles = tiles_of(num_halves(activation) == 2, 16, 1)
+    tiles = scaled_tiles_of(num_halves(activation) == 2, scaled, routing)
     found = grouped_product(quantized, product, routing, activation, tiles, torch.float32)
     exact_rows = quantized.exact_rows().double()
     of_pairs = exact_rows[routing.pairs.long() // 2] if activation else exact_rows
