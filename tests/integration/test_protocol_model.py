@@ -129,7 +129,10 @@ MUTANTS = {
 
 FAILOVERS = Faults(failover_seconds=0.5)
 MUTANTS_OF_FAILOVERS = {
-    "journals_are_not_compared": (replace(FAILOVERS, inbox_class=TrustingInbox), "not the journal|got index|usage"),
+    "journals_are_not_compared": (
+        replace(FAILOVERS, inbox_class=TrustingInbox),
+        "not the journal|got index|usage|is not done",
+    ),
     "own_pending_entries_are_not_reread": (
         replace(FAILOVERS, never_rereads=True, cut_off_seconds=0, num_spared_workers=3),
         "stalled|left in the store",
