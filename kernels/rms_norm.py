@@ -30,12 +30,13 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
 
 @triton.jit
 def store_normed_row(
-    values, weight_row, normed, scales, row, eps,
+    values, weight_row, normed, scales, plain, row, eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Norm and store one row; `values` and `weight_row` are float32 and 0 from HIDDEN on.
 
-    GROUP is the number of elements per scale if `normed` is quantized, else 0. DTYPE is the dtype of the norm.
+    GROUP is the number of elements per scale if `normed` is quantized, else 0; then `plain` may take the norm itself.
+    DTYPE is the dtype of the norm.
     """
     columns = tl.arange(0, BLOCK)
     inside = columns < HIDDEN
@@ -43,18 +44,21 @@ def store_normed_row(
     scaled = values * inverse_rms * weight_row
     if GROUP:
         # Rounded as if it had been stored, so the bits equal those of a norm followed by a quantization.
-        exact = scaled.to(DTYPE).to(tl.float32).reshape(BLOCK // GROUP, GROUP)
+        rounded = scaled.to(DTYPE)
+        exact = rounded.to(tl.float32).reshape(BLOCK // GROUP, GROUP)
         small, scale_of = quantized(exact, tl.max(tl.abs(exact), axis=1)[:, None])
         groups = tl.arange(0, BLOCK // GROUP)[:, None]
         tl.store(scales + groups * tl.num_programs(0) + row, scale_of, mask=groups * GROUP < HIDDEN)
         tl.store(normed + row * HIDDEN + columns, small.reshape(BLOCK), mask=inside)
+        if plain is not None:
+            tl.store(plain + row * HIDDEN + columns, rounded, mask=inside)
     else:
         tl.store(normed + row * HIDDEN + columns, scaled.to(DTYPE), mask=inside)
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, normed, new_residual, scales, x_row_stride, residual_row_stride, eps,
+    x, residual, weight, normed, new_residual, scales, plain, x_row_stride, residual_row_stride, eps,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, GROUP: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +78,7 @@ def _rms_norm_kernel(
         tl.store(new_residual + row * HIDDEN + columns, rounded, mask=inside)
         values = rounded.to(tl.float32)
     DTYPE: tl.constexpr = new_residual.dtype.element_ty
-    store_normed_row(values, scale, normed, scales, row, eps, HIDDEN, BLOCK, GROUP, DTYPE)
+    store_normed_row(values, scale, normed, scales, plain, row, eps, HIDDEN, BLOCK, GROUP, DTYPE)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -90,7 +94,7 @@ def add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
 
 
 def add_rms_norm_quantized(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool, keeps_plain: bool = False
 ) -> tuple[Scaled, Tensor]:
     """Add, norm and quantize by rows, or by groups of 128 elements if `is_grouped`.
 
@@ -102,6 +106,7 @@ def add_rms_norm_quantized(
         weight: [H].
         eps: Added to the mean square.
         is_grouped: One scale per 128 elements instead of one per row.
+        keeps_plain: Return the norm as it was before it was quantized, too.
 
     Returns:
         (normed [T, H], x + residual [T, H]).
@@ -109,15 +114,15 @@ def add_rms_norm_quantized(
     hidden = x.shape[1]
     assert not is_grouped or hidden % GROUP == 0
     new_residual = x.new_empty(x.shape)
-    normed = empty_rows(x, hidden, is_grouped)
+    normed = empty_rows(x, hidden, is_grouped, keeps_plain)
     group = GROUP if is_grouped else triton.next_power_of_2(hidden)
-    _launch(x, residual, weight, eps, normed.values, new_residual, normed.scales, group)
+    _launch(x, residual, weight, eps, normed.values, new_residual, normed, group)
     return normed, new_residual
 
 
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, normed: Tensor, new_residual: Tensor,
-    scales: Tensor | None = None, group: int = 0,
+    rows: Scaled | None = None, group: int = 0,
 ) -> None:  # fmt: skip
     num_rows, hidden = x.shape
     assert x.stride(1) == 1 and weight.shape == (hidden,) and weight.is_contiguous()
@@ -130,7 +135,8 @@ def _launch(
         weight,
         normed,
         new_residual,
-        scales,
+        None if rows is None else rows.scales,
+        None if rows is None else rows.plain,
         x.stride(0),
         summand.stride(0),
         eps,

@@ -97,7 +97,7 @@ def _part_of(
 # One compiled kernel serves both the connectivity test with few spins and production.
 @triton.jit(do_not_specialize=["max_spins"])
 def _sum_norm_kernel(
-    part, residual, weight, normed, new_residual, scales, own, buffers, counts,
+    part, residual, weight, normed, new_residual, scales, plain, own, buffers, counts,
     part_row_stride, residual_row_stride, eps, max_spins,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr,
     ROWS: tl.constexpr, ROW_ELEMENTS: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -126,7 +126,9 @@ def _sum_norm_kernel(
         total += _part_of(rank, mine, rows, columns, inside, RANK, ROWS, ROW_ELEMENTS)
     rounded = (total.to(DTYPE).to(tl.float32) + before).to(DTYPE)
     tl.store(new_residual + wide_row * HIDDEN + columns, rounded, mask=inside)
-    store_normed_row(rounded.to(tl.float32), weight_row, normed, scales, wide_row, eps, HIDDEN, BLOCK, GROUP, DTYPE)
+    store_normed_row(
+        rounded.to(tl.float32), weight_row, normed, scales, plain, wide_row, eps, HIDDEN, BLOCK, GROUP, DTYPE
+    )
 
 
 def sum_add_rms_norm(
@@ -150,21 +152,27 @@ def sum_add_rms_norm(
 
 
 def sum_add_rms_norm_quantized(
-    part: Tensor, residual: Tensor, weight: Tensor, eps: float, exchange: RowExchange, is_grouped: bool
+    part: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    exchange: RowExchange,
+    is_grouped: bool,
+    keeps_plain: bool = False,
 ) -> tuple[Scaled, Tensor]:
     """Compute sum_add_rms_norm() and quantize the norm by rows, or by groups of 128 elements if `is_grouped`."""
     hidden = part.shape[1]
     assert not is_grouped or hidden % GROUP == 0
     new_residual = part.new_empty(part.shape)
-    normed = empty_rows(part, hidden, is_grouped)
+    normed = empty_rows(part, hidden, is_grouped, keeps_plain)
     group = GROUP if is_grouped else triton.next_power_of_2(hidden)
-    _launch(part, residual, weight, eps, exchange, normed.values, new_residual, normed.scales, group)
+    _launch(part, residual, weight, eps, exchange, normed.values, new_residual, normed, group)
     return normed, new_residual
 
 
 def _launch(
     part: Tensor, residual: Tensor, weight: Tensor, eps: float, exchange: RowExchange, normed: Tensor,
-    new_residual: Tensor, scales: Tensor | None = None, group: int = 0,
+    new_residual: Tensor, rows: Scaled | None = None, group: int = 0,
 ) -> None:  # fmt: skip
     num_rows, hidden = part.shape
     assert part.dtype == residual.dtype and part.dtype.itemsize == 2 and residual.shape == part.shape
@@ -177,7 +185,8 @@ def _launch(
         weight,
         normed,
         new_residual,
-        scales,
+        None if rows is None else rows.scales,
+        None if rows is None else rows.plain,
         exchange.own,
         exchange.buffers,
         exchange.counts,

@@ -88,7 +88,7 @@ class CompiledStep:
         return self._kernels.add_rms_norm(x, residual, norm.scaled_weight, norm.eps), x
 
     def add_rms_norm_quantized(
-        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
+        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling, keeps_plain: bool
     ) -> tuple[Scaled, Tensor]:
         raise NotImplementedError("no linear layer on a CPU quantizes its inputs")
 

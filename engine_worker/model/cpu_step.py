@@ -94,7 +94,7 @@ class CpuStep:
         return exact.div_(torch.hypot(length, norm.scaled_eps)).mul_(norm.scaled_weight).to(x.dtype), residual
 
     def add_rms_norm_quantized(
-        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
+        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling, keeps_plain: bool
     ) -> tuple[Scaled, Tensor]:
         raise NotImplementedError("no linear layer on a CPU quantizes its inputs")
 

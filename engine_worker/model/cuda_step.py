@@ -66,9 +66,9 @@ class CudaStep:
         return RecurrentPlan(self._device.recurrent, self._device.states, self._input)
 
     def add_rms_norm_quantized(
-        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
+        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling, keeps_plain: bool
     ) -> tuple[Scaled, Tensor]:
-        return add_rms_norm_quantized(x, residual, norm.weight, norm.eps, is_grouped=scaling is Scaling.GROUPS)
+        return add_rms_norm_quantized(x, residual, norm.weight, norm.eps, scaling is Scaling.GROUPS, keeps_plain)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, norm.weight, norm.eps)

@@ -40,7 +40,7 @@ class DeviceStep(Protocol):
         """Return (norm of x + residual, x + residual)."""
 
     def add_rms_norm_quantized(
-        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
+        self, x: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling, keeps_plain: bool
     ) -> tuple[Scaled, Tensor]: ...
     def rotate_and_store(self, qkv: Tensor, attention: AttentionWeights, layer: int) -> None: ...
     def store(self, qkv: Tensor, layer: int) -> None:

@@ -97,8 +97,14 @@ class Head(Protocol):
 class Experts(Protocol):
     """The routed experts of a layer, with their router."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return [T, H] for x [T, H]: the weighted sum of each token's experts, or this rank's part of it."""
+    @property
+    def scaling(self) -> Scaling: ...
+
+    def __call__(self, x: Input) -> Tensor:
+        """Return [T, H] for x [T, H]: the weighted sum of each token's experts, or this rank's part of it.
+
+        x is plain, or quantized by `self.scaling` with its plain rows, which the router reads.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,13 +95,13 @@ class DecoderLayer:
             rows: int64 rows of the result that are needed; KV is stored for all rows.
         """
         if (mixer := self._mixer) is not None:
-            entering, residual = _enter(step, hidden, residual, mixer.norm_before, mixer.module.scaling)
+            entering, residual = _enter(step, hidden, residual, mixer.norm_before, mixer.module)
             hidden = self._leave(step, mixer.module(step, entering, rows), mixer.norm_after)
         elif rows is not None:
             hidden = hidden[rows]
         residual = residual if rows is None else residual[rows]
         if (mlp := self._mlp) is not None:
-            entering, residual = _enter(step, hidden, residual, mlp.norm_before, mlp.module.scaling)
+            entering, residual = _enter(step, hidden, residual, mlp.norm_before, mlp.module)
             hidden = self._leave(step, mlp.module(entering), mlp.norm_after)
         return hidden, residual
 
@@ -110,7 +110,7 @@ class DecoderLayer:
         assert self._mixer is not None, "a layer that attends"
         attention = self._mixer.module
         assert isinstance(attention, Attention), "a layer that attends"
-        entering, _ = _enter(step, torch.zeros_like(residual), residual, self._mixer.norm_before, attention.scaling)
+        entering, _ = _enter(step, torch.zeros_like(residual), residual, self._mixer.norm_before, attention)
         attention.store(step, entering)
 
     def _leave(self, step: DeviceStep, hidden: Tensor, norm: NormWeight | None) -> Tensor:
@@ -121,13 +121,13 @@ class DecoderLayer:
 
 
 def _enter(
-    step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None, scaling: Scaling
+    step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight | None, module: Mixer | Mlp
 ) -> tuple[Input, Tensor]:
-    """Return the input of a part, quantized by `scaling` if normed, and the residual it adds to."""
+    """Return the input of a part, quantized as it wants if normed, and the residual it adds to."""
     if norm is not None:
-        if scaling is Scaling.NONE:
+        if module.scaling is Scaling.NONE:
             return add_norm(step, hidden, residual, norm)
-        return add_norm_quantized(step, hidden, residual, norm, scaling)
+        return add_norm_quantized(step, hidden, residual, norm, module.scaling, module.reads_plain)
     residual = residual + hidden
     return residual, residual
 

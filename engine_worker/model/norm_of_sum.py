@@ -61,15 +61,15 @@ def add_norm(step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeigh
 
 
 def add_norm_quantized(
-    step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling
+    step: DeviceStep, hidden: Tensor, residual: Tensor, norm: NormWeight, scaling: Scaling, keeps_plain: bool
 ) -> tuple[Scaled, Tensor]:
-    """Compute add_norm() with a quantized norm."""
+    """Compute add_norm() with a quantized norm, which also keeps the plain one if `keeps_plain`."""
     if isinstance(norm, NormOfSum):
         if (peers := norm.peers(hidden)) is not None:
             is_grouped = scaling is Scaling.GROUPS
-            return peers.add_rms_norm_quantized(hidden, residual, norm.weight, norm.eps, is_grouped)
+            return peers.add_rms_norm_quantized(hidden, residual, norm.weight, norm.eps, is_grouped, keeps_plain)
         hidden = norm.summed(hidden)
-    return step.add_rms_norm_quantized(hidden, residual, norm, scaling)
+    return step.add_rms_norm_quantized(hidden, residual, norm, scaling, keeps_plain)
 
 
 def takes_sums(layers: tuple[LayerSpec, ...], ranks: TensorParallel) -> bool:

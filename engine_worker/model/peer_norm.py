@@ -64,9 +64,11 @@ class SharedRows:
         return self._kernels.sum_add_rms_norm(part, residual, weight, eps, self._exchange)
 
     def add_rms_norm_quantized(
-        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool, keeps_plain: bool
     ) -> tuple[Scaled, Tensor]:
-        return self._kernels.sum_add_rms_norm_quantized(part, residual, weight, eps, self._exchange, is_grouped)
+        return self._kernels.sum_add_rms_norm_quantized(
+            part, residual, weight, eps, self._exchange, is_grouped, keeps_plain
+        )
 
 
 def peer_norm(device: torch.device, size: int) -> PeerNorm | None:

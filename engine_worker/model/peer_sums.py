@@ -49,7 +49,7 @@ class PeerNorm(Protocol):
         """Return (normed, residual + sum of the ranks' parts), equal to a sum followed by rms_norm.py."""
 
     def add_rms_norm_quantized(
-        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool, keeps_plain: bool
     ) -> tuple[Scaled, Tensor]: ...
 
     def wait_forever(self) -> None:

@@ -17,6 +17,8 @@ from kernels.attention.score_rules import ScoreRules
 class Attention:
     """The attention of one layer."""
 
+    reads_plain = False
+
     def __init__(self, weights: AttentionWeights, layer: int) -> None:
         """Hold the weights; `layer` is the layer's place in the KV pool."""
         self._weights, self._layer = weights, layer

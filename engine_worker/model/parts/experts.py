@@ -2,22 +2,25 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import Experts, ExpertsLoad, Input, RouterWeights, Scaling
+from engine_worker.model.linear import Experts, ExpertsLoad, Input, RouterWeights
 from engine_worker.model.parts.mlp import DenseMlp, load_dense_mlp
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, shared_names
 from engine_worker.model.tensor_parallel import SINGLE
 from kernels.moe.shared_gate import add_gated
+from kernels.scaled import plain_rows
+from kernels.side_stream import side_by_side
 
 
 class MixtureOfExperts:
     """The weighted sum of each token's experts, plus the shared expert."""
 
-    scaling: Scaling = Scaling.NONE  # the router reads the inputs unquantized
+    reads_plain = True  # by the router
 
     def __init__(
         self,
@@ -28,15 +31,17 @@ class MixtureOfExperts:
     ) -> None:
         """Hold the parts; `shared_gate` is [H], and `reduce` sums over the ranks."""
         self._experts, self._shared, self._shared_gate, self._reduce = experts, shared, shared_gate, reduce
+        self.scaling = experts.scaling
 
     def __call__(self, x: Input) -> Tensor:
-        assert isinstance(x, Tensor)
-        outputs = self._experts(x)
-        if self._shared is not None and self._shared_gate is not None:
-            outputs = add_gated(outputs, self._shared(x), x, self._shared_gate)
-        elif self._shared is not None:
-            outputs = outputs + self._shared(x)
-        return self._reduce(outputs)
+        if self._shared is None:
+            return self._reduce(self._experts(x))
+        plain = plain_rows(x)
+        of_shared = x if self._shared.scaling is self.scaling else plain
+        outputs, shared = side_by_side(partial(self._experts, x), partial(self._shared, of_shared), plain.device)
+        if self._shared_gate is None:
+            return self._reduce(outputs + shared)
+        return self._reduce(add_gated(outputs, shared, plain, self._shared_gate))
 
 
 def load_mixture(spec: ExpertsSpec, source: LayerSource) -> MixtureOfExperts:

@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.devices import DeviceStep
-from engine_worker.model.linear import Input, Linear, LinearSpec, Scaling
+from engine_worker.model.linear import Input, Linear, LinearSpec
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.recurrent import GatedDeltaWeights
 from engine_worker.model.specs.gated_delta import GatedDeltaSpec
 from engine_worker.model.specs.part import Role
 from kernels.recurrent.batch import StateHeads, StateRates
+from kernels.scaled import plain_rows
 
 
 class GatedDelta:
@@ -18,12 +19,13 @@ class GatedDelta:
     def __init__(self, enter: Linear, gates: Linear, leave: Linear, weights: GatedDeltaWeights, layer: int) -> None:
         """Hold the weights; `layer` is the layer's place in the state pool."""
         self._enter, self._gates, self._leave, self._weights, self._layer = enter, gates, leave, weights, layer
-        # A checkpoint may leave the small gates unquantized; then each layer quantizes its own inputs.
-        self.scaling = enter.scaling if enter.scaling is gates.scaling else Scaling.NONE
+        self.scaling = enter.scaling
+        self.reads_plain = gates.scaling is not enter.scaling  # a checkpoint may leave the small gates unquantized
 
     def __call__(self, step: DeviceStep, x: Input, rows: Tensor | None = None) -> Tensor:
         """Update the states with all rows of x [T, H] and return the outputs [N, H] of `rows`, or of all."""
-        mixed = step.recurrent.gated_delta(self._enter(x), self._gates(x), self._weights, self._layer)
+        gates = self._gates(plain_rows(x) if self.reads_plain else x)
+        mixed = step.recurrent.gated_delta(self._enter(x), gates, self._weights, self._layer)
         return self._leave(mixed if rows is None else mixed[rows])
 
 

@@ -27,6 +27,7 @@ class Mixer(Protocol):
     """The part of a layer that reads other tokens."""
 
     scaling: Scaling  # of its inputs
+    reads_plain: bool  # also reads them as they are
 
     def __call__(self, step: DeviceStep, x: Input, rows: Tensor | None = None) -> Tensor:
         """Return [N, H] for x [T, H]: the outputs of `rows`, or of all."""
@@ -36,6 +37,7 @@ class Mlp(Protocol):
     """The part of a layer that computes each token alone."""
 
     scaling: Scaling  # of its inputs
+    reads_plain: bool  # also reads them as they are
 
     def __call__(self, x: Input) -> Tensor:
         """Return [T, H] for x [T, H]."""

@@ -11,6 +11,8 @@ from engine_worker.model.specs.part import Role
 class GatedMlp:
     """down(activation(gate(x)) * up(x))."""
 
+    reads_plain = False
+
     def __init__(self, gate_up: Linear, down: Linear, gate: GateSpec) -> None:
         self._gate_up, self._down, self._gate = gate_up, down, gate
         self.scaling = gate_up.scaling
@@ -21,6 +23,8 @@ class GatedMlp:
 
 class PlainMlp:
     """down(relu(up(x)) ** 2)."""
+
+    reads_plain = False
 
     def __init__(self, up: Linear, down: Linear) -> None:
         self._up, self._down = up, down

@@ -12,6 +12,8 @@ from engine_worker.model.specs.short_conv import ShortConvSpec
 class ShortConv:
     """The convolution of one layer."""
 
+    reads_plain = False
+
     def __init__(self, enter: Linear, weight: Tensor, bias: Tensor | None, leave: Linear, layers: range) -> None:
         """Hold the weights; weight is [C, width], and `layers` are those of the KV pool with the inputs."""
         self._enter, self._weight, self._bias, self._leave, self._layers = enter, weight, bias, leave, layers

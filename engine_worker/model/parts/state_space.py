@@ -15,6 +15,8 @@ from kernels.recurrent.batch import StateHeads, StateRates
 class StateSpace:
     """The state space of one layer."""
 
+    reads_plain = False
+
     def __init__(self, enter: Linear, leave: Linear, weights: StateSpaceWeights, layer: int) -> None:
         """Hold the weights; `layer` is the layer's place in the state pool."""
         self._enter, self._leave, self._weights, self._layer = enter, leave, weights, layer

@@ -12,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import ExpertsLoad, Linear, LinearMethod, RouterWeights
+from engine_worker.model.linear import (
+    NOTHING_QUANTIZED,
+    ExpertsLoad,
+    Input,
+    Linear,
+    LinearMethod,
+    RouterWeights,
+    Scaling,
+)
 from engine_worker.model.quantization.dense_cpu import cpu_kernel
 from engine_worker.model.quantization.expert_weights import expert_source
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, Scoring
@@ -48,13 +56,16 @@ def _log_form() -> None:
 class LoopedExperts:
     """The experts of one layer."""
 
+    scaling = Scaling.NONE
+
     def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: list[tuple[Linear, Linear]]) -> None:
         """Hold the experts; `experts` has the first and the second layer of each expert of this rank."""
         self._first, self._experts, self._gate = spec.experts.start, experts, spec.gate
         self._router, self._correction = spec.router, router.correction_bias
         self._logits = cpu_kernel(router.weight.float(), None if router.bias is None else router.bias.float())
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Input) -> Tensor:
+        assert isinstance(x, Tensor), NOTHING_QUANTIZED
         ids, weights = choose(self._logits(x.float(), torch.float32), self._router, self._correction)
         sums = torch.zeros_like(x, dtype=torch.float32)
         for expert, pairs in _by_expert(ids, len(self._experts), self._first):

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import ExpertsLoad, LinearSpec
+from engine_worker.model.linear import ExpertsLoad, Input, LinearSpec, Scaling
 from engine_worker.model.quantization.expert_weights import expert_source
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.experts import ExpertsSpec
@@ -22,6 +22,7 @@ from kernels.moe.list_product import is_hopper
 from kernels.moe.route import route
 from kernels.moe.routing import Router
 from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
+from kernels.scaled import plain_rows
 
 logger = logging.getLogger("worker")
 
@@ -42,6 +43,7 @@ class CudaExperts:
         linears = [load.linears(expert) for expert in spec.experts]
         products = ([first for first, _ in linears], [down for _, down in linears])
         self._first, self._down = (ExpertProduct(read(each, weights), _biases(each, weights)) for each in products)
+        self.scaling = _scaling(self._first.weight)
         is_gated, on_hopper = spec.gate is not None, is_hopper(load.router.weight.device)
         _log_kernel(
             "gate and up" if is_gated else "up",
@@ -49,9 +51,9 @@ class CudaExperts:
         )
         _log_kernel("down", kernel_of(self._down.weight, is_gated=False, on_hopper=on_hopper))
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Input) -> Tensor:
         router = self._router
-        routing = route(x, router.weight, self._values, router.bias, router.correction_bias, self._owned)
+        routing = route(plain_rows(x), router.weight, self._values, router.bias, router.correction_bias, self._owned)
         return apply_experts(x, routing, self._first, self._down, self._activation)
 
 
@@ -59,6 +61,12 @@ class CudaExperts:
 def _log_kernel(name: str, kernel: str) -> None:
     """Log the kernel of a product of experts, once for all layers."""
     logger.info("experts, %s: %s", name, kernel)
+
+
+def _scaling(weight: ExpertWeight) -> Scaling:
+    if not isinstance(weight, ScaledExperts):
+        return Scaling.NONE
+    return Scaling.GROUPS if weight.is_grouped else Scaling.ROWS
 
 
 def dense_weight(linears: list[LinearSpec], source: WeightSource) -> Tensor:

@@ -21,7 +21,7 @@ from tests.engine_worker.execution.reference import (
     swap_space_bytes,
 )
 from tests.engine_worker.model.families import FP32_MARGIN, prompts, write_family
-from tests.engine_worker.model.family_cases import NATIVE, THROUGH_TRANSFORMERS
+from tests.engine_worker.model.family_cases import NATIVE, THROUGH_TRANSFORMERS, Case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,3 +79,28 @@ def test_greedy_tokens_on_the_gpu_match_transformers(name: str, tmp_path: Path) 
         for request in requests:
             worst = max(reference.shortfalls(request.prompt_token_ids, found[request.request_id]))
             assert worst < FP32_MARGIN, (way, request.request_id)
+
+
+def test_graphs_change_no_token_of_a_hybrid_with_fp8_experts(tmp_path: Path) -> None:
+    """In graphs the shared expert runs beside the routed ones; norms give the router plain and experts fp8 rows."""
+    sizes = {
+        "hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4, "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 12,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+    }  # fmt: skip
+    directory = write_family(tmp_path, Case("qwen3_5_moe_text", sizes))
+    transcripts = []
+    for mode in ("none", "full_decode_only"):
+        settings = ExecutionSettings(
+            model=directory, device="cuda", dtype="bfloat16", quantization="fp8", cudagraph_mode=mode, max_num_seqs=8,
+            kv_cache_memory_bytes=2**26, max_model_len=208,
+        )  # fmt: skip
+        runner = load_model_runner(settings, lambda phase, progress, detail: None)
+        # As many as a graph has rows, and all of one length, so that both ways have the same products.
+        requests = [
+            make_request([*range(number, number + 30)], f"p{number}", max_tokens=40, ignore_eos=True)
+            for number in range(8)
+        ]
+        found = run_engine_to_end(make_engine(runner, max_num_seqs=8, max_num_batched_tokens=512), requests)
+        transcripts.append(found.tokens)
+    assert transcripts[0] == transcripts[1]

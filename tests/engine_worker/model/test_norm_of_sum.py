@@ -34,7 +34,7 @@ class Rows:
         return add_rms_norm_reference(summed, residual, weight, eps)
 
     def add_rms_norm_quantized(
-        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool
+        self, part: Tensor, residual: Tensor, weight: Tensor, eps: float, is_grouped: bool, keeps_plain: bool
     ) -> tuple[Scaled, Tensor]:
         raise NotImplementedError("of GPUs")
 

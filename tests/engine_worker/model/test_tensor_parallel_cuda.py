@@ -161,7 +161,9 @@ def norms_of_sums(ranks: ProcessGroup, hidden: int, num_rows: int) -> list[bool]
     same += [is_same(each) for each in found]
     for is_grouped in (False, True):
         wanted, _ = add_rms_norm_quantized(summed, residual, weight, 1e-5, is_grouped)
-        quantized, added = rows.add_rms_norm_quantized(part, residual, weight, 1e-5, is_grouped)
+        quantized, added = rows.add_rms_norm_quantized(part, residual, weight, 1e-5, is_grouped, keeps_plain=True)
+        assert quantized.plain is not None
+        same.append(torch.equal(quantized.plain, expected[0]))
         same.append(torch.equal(quantized.values.view(torch.uint8), wanted.values.view(torch.uint8)))
         same.append(torch.equal(quantized.scales, wanted.scales) and torch.equal(added, expected[1]))
     assert not rows.serves(torch.empty(257, hidden, dtype=torch.bfloat16, device=device))

@@ -64,12 +64,15 @@ def test_largest_element_is_448_and_zeros_stay_zeros() -> None:
 
 
 @pytest.mark.parametrize("is_grouped", [False, True])
-@pytest.mark.parametrize(("num_rows", "width"), [(1, 128), (3, 640)])
-def test_fused_norm_quantize_equals_norm_then_quantize(num_rows: int, width: int, is_grouped: bool) -> None:
+@pytest.mark.parametrize(("num_rows", "width", "keeps_plain"), [(1, 128, True), (3, 640, True), (3, 640, False)])
+def test_fused_norm_quantize_equals_norm_then_quantize(
+    num_rows: int, width: int, keeps_plain: bool, is_grouped: bool
+) -> None:
     x, residual, weight = random(num_rows, width), random(num_rows, width, 1), random(1, width, 2)[0]
     normed, new_residual = add_rms_norm_triton(x, residual, weight, 1e-5)
-    found, added = add_rms_norm_quantized(x, residual, weight, 1e-5, is_grouped)
+    found, added = add_rms_norm_quantized(x, residual, weight, 1e-5, is_grouped, keeps_plain)
     assert torch.equal(added, new_residual)
+    assert (found.plain is not None and torch.equal(found.plain, normed)) if keeps_plain else found.plain is None
     assert same(found, quantize_groups(normed) if is_grouped else quantize_rows(normed))
 
 

@@ -85,9 +85,11 @@ def test_quantized_sum_norm_equals_sum_then_quantized_norm(is_grouped: bool) -> 
     ranks, weight = exchanges(2), torch.ones(384)
     parts, residual = [random(2, 384, rank) for rank in range(2)], random(2, 384, 7)
     send(ranks, parts, weight)
+    normed, _ = add_rms_norm_triton(in_order(parts), residual, weight, EPS)
     expected, new_residual = add_rms_norm_quantized(in_order(parts), residual, weight, EPS, is_grouped)
     for rank, part in zip(ranks, parts, strict=True):
-        found, added = sum_add_rms_norm_quantized(part, residual, weight, EPS, rank, is_grouped)
+        found, added = sum_add_rms_norm_quantized(part, residual, weight, EPS, rank, is_grouped, keeps_plain=True)
+        assert found.plain is not None and torch.equal(found.plain, normed)
         assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
         assert torch.equal(found.scales, expected.scales) and torch.equal(added, new_residual)
 
