@@ -261,7 +261,7 @@ def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) ->
     max_num_seqs = parse_count(options.max_num_seqs) if options.max_num_seqs else MAX_NUM_SEQS[options.device]
     num_samples = max(max_num_seqs, MIN_SAMPLES)
     token_counts_bytes = 2 * num_samples * config.vocab_size
-    drafts = _draft_settings(options, size)
+    drafts = _draft_settings(options)
     searched_bytes = drafts.searched_bytes(num_samples, length)
     memory_bytes = int(parse_bytes(options.gpu_memory) * options.gpu_memory_utilization)
     dtype = options.dtype or config.dtype
@@ -277,12 +277,11 @@ def _estimate(options: argparse.Namespace, blueprint: "Blueprint", size: int) ->
     return replace(found, token_counts_bytes=token_counts_bytes, searched_bytes=searched_bytes)
 
 
-def _draft_settings(options: argparse.Namespace, size: int) -> DraftSettings:
-    """Return the drafts of `size` devices."""
+def _draft_settings(options: argparse.Namespace) -> DraftSettings:
     if not options.speculative_config:
         return NO_DRAFTS
     config = parse_speculative_config(options.speculative_config)
-    config.check_place(options.device, size)
+    config.check_place(options.device)
     return draft_settings(config, options.model)
 
 
@@ -297,8 +296,10 @@ def _part(drafts: DraftSettings, blueprint: "Blueprint", size: int, itemsize: in
     )
     if drafts.head is None:
         return part
-    spec = read_draft_head(drafts.head, part.shape, load_format="dummy")
+    spec = read_draft_head(drafts.head, blueprint.shape, load_format="dummy")
     assert isinstance(part.shape, ModelSpec), "checked with the head"
+    if size > 1:
+        spec = replace(spec, layer=spec.layer.share(0, size))
     # In the dtype of unquantized weights: quantized layers for multi-token prediction take less.
     head_bytes = spec.num_parameters(part.shape.hidden_size) * itemsize
     return replace(part, shape=part.shape.followed_by(spec.layer), draft_head_bytes=head_bytes)

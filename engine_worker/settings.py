@@ -86,7 +86,7 @@ class WorkerSettings:
         """Return these settings with every device-dependent None filled in. `device`: `cpu` or `cuda`."""
         execution = self.execution.for_device(device)
         execution = replace(execution, num_threads=execution.num_threads or _threads_of(execution))
-        scheduling = self.scheduling.for_device(device, execution.swap_space_bytes or 0, execution.tensor_parallel_size)
+        scheduling = self.scheduling.for_device(device, execution.swap_space_bytes or 0)
         return replace(self, execution=execution, scheduling=scheduling)
 
 

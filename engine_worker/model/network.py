@@ -154,8 +154,7 @@ class Network:
         """
         self.spec, self._is_deterministic = spec, is_deterministic
         self.is_whole = ranks.size == 1  # not a rank's part
-        method = method or linear_method(spec.quantization, weights.device.type, is_deterministic)
-        names = spec.names
+        method, names = method or linear_method(spec.quantization, weights.device.type, is_deterministic), spec.names
         self._embedding = weights.get(names.embedding, (spec.vocab_size, spec.hidden_size))
         tables = _rotary_tables(spec, max_len, self._embedding.device)
         shapes = NormShapes(
@@ -166,6 +165,8 @@ class Network:
             takes_sums=takes_sums(spec.layers, ranks),
             is_deterministic=is_deterministic,
         )
+        self._takes_sums = shapes.takes_sums
+        self._all_reduce = ranks.all_reduce_in_order if is_deterministic else ranks.all_reduce
         ends = list(accumulate(spec.num_cache_layers, initial=0))
         self._layers = [
             DecoderLayer(
@@ -181,7 +182,7 @@ class Network:
                     range(*ends[index : index + 2]),
                     spec.num_states_before[index],
                     is_summed=not shapes.takes_sums,
-                    reduce=ranks.all_reduce_in_order if is_deterministic else ranks.all_reduce,
+                    reduce=self._all_reduce,
                 ),
                 shapes,
             )
@@ -254,6 +255,10 @@ class Network:
         if rows is None:
             hidden, residual = hidden[wanted], residual[wanted]
         return self._logits_of(step, hidden, residual, logits)
+
+    def summed(self, hidden: Tensor) -> Tensor:
+        """Return what a layer adds, [T, H], summed over the ranks if otherwise the next norm sums it."""
+        return self._all_reduce(hidden.clone()) if self._takes_sums else hidden
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embed token ids [T] as [T, H]."""

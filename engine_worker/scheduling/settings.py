@@ -53,17 +53,17 @@ class SchedulingSettings:
         if cap is not None and cap < 1:
             raise SettingsError(f"--max-prefill-tokens-with-decodes: expected at least 1, got {cap}")
 
-    def for_device(self, device: str, swap_space_bytes: int, tensor_parallel_size: int = 1) -> "SchedulingSettings":
+    def for_device(self, device: str, swap_space_bytes: int) -> "SchedulingSettings":
         """Return these settings with every None that depends on the device (`cpu` or `cuda`) filled in.
 
         Raises:
-            SettingsError: If preempted sequences are to be swapped and there is no swap space, or the device or so many
-                ranks cannot make or check the drafts.
+            SettingsError: If preempted sequences are to be swapped without swap space, or the device cannot make or
+                check the drafts.
         """
         if self.preemption_mode == "swap" and swap_space_bytes == 0:
             raise SettingsError("--preemption-mode swap: expected --swap-space-bytes of at least 1, got 0")
         if self.speculation is not None:
-            self.speculation.check_place(device, tensor_parallel_size)
+            self.speculation.check_place(device)
         cap, ahead = self.max_prefill_tokens_with_decodes, self.async_scheduling
         return replace(
             self,

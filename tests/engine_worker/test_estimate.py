@@ -6,6 +6,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from engine_worker.model.draft_head.files import DraftHeadFiles
 from engine_worker.model.draft_head.head import load_draft_head
 from engine_worker.model.draft_head.read import read_draft_head
 from engine_worker.model.network import Network
+from engine_worker.model.sharding import sharded
 from engine_worker.model.spec import kv_layout
+from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.weights import RandomWeights
 
 LLAMA_8B = {
@@ -204,8 +208,11 @@ HEAD = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])
-def test_estimate_counts_a_draft_head(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_counts_a_draft_head(
+    method: str, size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its weights, its layer of each KV block, and the tokens that a step with drafts keeps beside a state."""
     head = tmp_path / "head"
     head.mkdir()
@@ -214,14 +221,16 @@ def test_estimate_counts_a_draft_head(method: str, tmp_path: Path, capsys: pytes
     config = {"method": method} | ({"model": str(head)} if method == "eagle3" else {})
     found = []
     for options in ([], ["--speculative-config", json.dumps(config)]):
-        assert main([str(tmp_path), "--gpu-memory", "1G", "--json", *options]) == 0
+        sizes = ["--gpu-memory", "1G", "--tensor-parallel-size", str(size)]
+        assert main([str(tmp_path), "--json", *sizes, *options]) == 0
         found.append(json.loads(capsys.readouterr().out))
     plain, drafted = found
-    target = spec_from_json(QWEN3_5, {})
+    target, ranks = spec_from_json(QWEN3_5, {}), cast(TensorParallel, Mock(rank=0, size=size))
     files = DraftHeadFiles(method, head if method == "eagle3" else tmp_path)
     spec = read_draft_head(files, target, load_format="dummy")
     weights = RandomWeights(torch.device("cpu"), torch.float32)
-    load_draft_head(spec, Network(target, RandomWeights(torch.device("cpu"), torch.float32), 64), weights, 64)
+    network = Network(sharded(target, 0, size), RandomWeights(torch.device("cpu"), torch.float32), 64, ranks=ranks)
+    load_draft_head(spec, network, weights, 64, ranks)
     assert drafted["draft_head_bytes"] == weights.loaded_bytes and plain["draft_head_bytes"] == 0
     assert drafted["weights_bytes"] == plain["weights_bytes"]
     assert drafted["kv_bytes_per_token"] == 2 * plain["kv_bytes_per_token"]  # one layer of four attends

@@ -12,12 +12,12 @@ from shared.model_identity import files_identity
 CONFIG_FILES = ("config.json", "hf_quant_config.json")  # hosts without rank 0 need no tokenizer
 
 
-def check_same_model(directory: Path, load_format: str, ranks: TensorParallel) -> None:
-    """Raise ValueError on every rank if two ranks have different files."""
+def check_same_model(directory: Path, load_format: str, ranks: TensorParallel, setting: str = "--model") -> None:
+    """Raise ValueError, which names the setting, on every rank if two ranks have different files."""
     if ranks.size == 1:
         return
     own = zlib.crc32(repr(files_identity(directory, load_format, CONFIG_FILES)).encode())
     if ranks.minimum(own) != -ranks.minimum(-own):
         raise ValueError(
-            f"--model: the ranks have different files; {directory} of rank {ranks.rank} has the checksum {own:08x}"
+            f"{setting}: the ranks have different files; {directory} of rank {ranks.rank} has the checksum {own:08x}"
         )

@@ -12,18 +12,20 @@ from torch import Tensor
 from engine_worker.model.devices import DeviceStep
 from engine_worker.model.draft_head.eagle3_spec import Eagle3Spec
 from engine_worker.model.layers import RotaryTable
-from engine_worker.model.linear import LinearSpec
+from engine_worker.model.linear import LinearMethod, LinearSpec
 from engine_worker.model.network import Network
 from engine_worker.model.norm_of_sum import NormShapes, add_norm
+from engine_worker.model.parallel_linear import ParallelMethod
 from engine_worker.model.parts.attention import load_attention
 from engine_worker.model.parts.load import load_mlp
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.quantization import linear_method
+from engine_worker.model.specs.attention import AttentionSpec
 from engine_worker.model.specs.names import NamesSpec
 from engine_worker.model.specs.part import Role
 from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.weight_format import DENSE
-from engine_worker.model.weights import WeightSource
+from engine_worker.model.weights import ShardedWeights, WeightSource
 
 _PREFIXES = ("midlayer.", "model.layers.0.")  # of the layer, in checkpoints of EAGLE and of speculators
 _UNUSED = ("^t2d$",)  # which tokens have a draft id; d2t has the same
@@ -36,13 +38,18 @@ class Eagle3Head:
         self, spec: Eagle3Spec, network: Network, weights: WeightSource, max_len: int, ranks: TensorParallel
     ) -> None:
         """Load the head. Arguments and errors are those of load_draft_head()."""
-        assert ranks.size == 1, "checked by SpeculativeConfig"
         self.layer, self.tapped_layers, size = spec.layer, spec.tapped_layers, spec.hidden_size
-        self._keeps_normed = spec.keeps_normed
+        self._keeps_normed, self._ranks = spec.keeps_normed, ranks
         cache_layer = len(network.spec.cache_layers)
         prefix = next((one for one in _PREFIXES if f"{one}hidden_norm.weight" in weights.names), _PREFIXES[0])
-        method, shapes, names = linear_method(DENSE, weights.device.type), NormShapes(size, spec.norm_eps), NamesSpec()
-        rope = spec.attention.rope
+        stored, shapes, names = linear_method(DENSE, weights.device.type), NormShapes(size, spec.norm_eps), NamesSpec()
+        method: LinearMethod = stored
+        if ranks.size > 1:
+            self.layer = spec.layer.share(ranks.rank, ranks.size)
+            method = ParallelMethod(stored, ranks, spec.draft_vocab_size)
+            weights = _own_weights(spec, prefix, names, weights, ranks)
+        attention, rope = self.layer.mixer, spec.attention.rope
+        assert isinstance(attention, AttentionSpec) and self.layer.mlp is not None, "checked when the head was read"
         table = RotaryTable.of(0, rope, spec.attention.head_dim, max_len, weights.device)
         source = LayerSource(
             weights, method, names, prefix, shapes, {rope: table}, 0, range(cache_layer, cache_layer + 1),
@@ -51,7 +58,7 @@ class Eagle3Head:
         taps = LinearSpec(
             role=Role.DOWN, names=("fc",), outputs=(size,), inputs=len(spec.tapped_layers) * size, bias=False
         )
-        self._fc = method.load(taps, weights)
+        self._fc = stored.load(taps, weights)  # every rank computes it and the head alone
         self._embedding_norm, self._hidden_norm, self._mlp_norm, self._norm = (
             shapes.weight(weights.get(name, (size,)))
             for name in (
@@ -61,11 +68,10 @@ class Eagle3Head:
                 names.norm,
             )
         )
-        self._attention = load_attention(spec.attention, source)
-        assert spec.layer.mlp is not None, "checked when the head was read"
-        self._mlp = load_mlp(spec.layer.mlp, source)
+        self._attention = load_attention(attention, source)
+        self._mlp = load_mlp(self.layer.mlp, source)
         head = weights.get(names.head, (spec.draft_vocab_size, size))
-        self._head = method.head(head, names.head, weights)
+        self._head = stored.head(head, names.head, weights)
         self._token_ids = _token_ids(spec, weights)
         self._embedding = _own_embedding(weights, names.embedding, network.embedding)
         weights.check_all_used(_UNUSED)
@@ -87,7 +93,8 @@ class Eagle3Head:
         residual = residual if rows is None else residual[rows]
         entering, residual = add_norm(step, attended, residual, self._mlp_norm)
         normed, hidden = add_norm(step, self._mlp(entering), residual, self._norm)
-        best = self._head(normed).argmax(dim=-1)
+        # All ranks have the same bits; the drafts go into their keys and values, so nothing is left to chance.
+        best = self._ranks.broadcast(self._head(normed).argmax(dim=-1))
         return best if self._token_ids is None else self._token_ids[best], hidden
 
     def _entering(self, step: DeviceStep, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,6 +102,19 @@ class Eagle3Head:
         normed = step.rms_norm(hidden, self._hidden_norm)
         embedded = step.rms_norm(F.embedding(token_ids, self._embedding), self._embedding_norm)
         return torch.cat((embedded, normed), dim=1), normed if self._keeps_normed else hidden
+
+
+def _own_weights(
+    spec: Eagle3Spec, prefix: str, names: NamesSpec, weights: WeightSource, ranks: TensorParallel
+) -> WeightSource:
+    """Return this rank's part of the layer's weights; queries, keys and values read two hidden states."""
+    size, entering = spec.hidden_size, {f"{name}.weight" for name in names.qkv}
+    shapes = {
+        prefix + tensor.name: (tensor.shape[0], 2 * size) if tensor.name in entering else tensor.shape
+        for tensor in spec.layer.tensors(names, size)
+    }
+    parts = spec.layer.parts(names, size, ranks.rank, ranks.size)
+    return ShardedWeights(weights, shapes, {prefix + name: part for name, part in parts})
 
 
 def _token_ids(spec: Eagle3Spec, weights: WeightSource) -> Tensor | None:

@@ -52,7 +52,7 @@ class DraftedNetwork:
         for place, tapped in enumerate(self.head.tapped_layers):
             if tapped == layer:
                 columns = slice(place * self._size, (place + 1) * self._size)
-                torch.add(hidden, residual, out=self._taps[: len(hidden), columns])
+                torch.add(self._network.summed(hidden), residual, out=self._taps[: len(hidden), columns])
 
     def left(self, normed: Tensor) -> None:
         """Keep the output of the last layer."""

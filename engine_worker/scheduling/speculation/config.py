@@ -59,15 +59,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """Tokens after those of a step that making its drafts computes: a head runs on its own drafts."""
         return self.num_speculative_tokens - 1 if self.has_head else 0
 
-    def check_place(self, device: str, tensor_parallel_size: int) -> None:
-        """Raise SettingsError if so many ranks, or a device (`cpu` or `cuda`), cannot make or check the drafts."""
+    def check_place(self, device: str) -> None:
+        """Raise SettingsError if a device (`cpu` or `cuda`) cannot make or check the drafts."""
         if self.searches_on_device and device == "cpu":
             raise SettingsError("--speculative-config: method: ngram_gpu needs --device cuda; use ngram")
-        if _HEADS.get(self.method, False) and tensor_parallel_size > 1:  # a head of its own
-            raise SettingsError(
-                f"--speculative-config: method: {self.method} needs --tensor-parallel-size 1; "
-                f"got {tensor_parallel_size}. Use mtp, ngram_gpu, ngram or suffix"
-            )
         most = MAX_DRAFTS[device]
         if self.num_speculative_tokens > most:
             raise SettingsError(

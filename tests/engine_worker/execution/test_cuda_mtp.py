@@ -1,5 +1,6 @@
 """Multi-token prediction on a GPU in fp32: drafts are those of transformers, and no answer changes."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from engine_worker.model.draft_head.files import DraftHeadFiles
 from tests.engine_worker.execution.draft_heads import DRAFT_TOKENS
 from tests.engine_worker.execution.group_runs import in_own_process
 from tests.engine_worker.execution.mtp_heads import write_mtp
-from tests.engine_worker.execution.test_cuda_draft_head import LIMITS, load
+from tests.engine_worker.execution.test_cuda_draft_head import LIMITS, load, of_two_ranks
 from tests.engine_worker.execution.test_draft_head import AHEAD, NUM_DRAFTS, OF_TWO, Recorder, num_right, requests, run
 from tests.engine_worker.execution.test_mtp import check_drafts
 from tests.engine_worker.model.families import write_family
@@ -51,16 +52,8 @@ def test_drafts_of_two_gpus_are_those_of_transformers(
 ) -> None:
     directory = write_mtp(write_family(tmp_path, NATIVE[family]), DRAFT_TOKENS)
     recorder = Recorder(NUM_DRAFTS)
-    plain, drafted, right, recorder.made = in_own_process(of_two_ranks, directory, cudagraph_mode, ahead)
+    plain, drafted, right, recorder.made = in_own_process(
+        partial(of_two_ranks, **OPTIONS), directory, DraftHeadFiles("mtp", directory), cudagraph_mode, ahead
+    )
     assert right > 5 and drafted == plain
     check_drafts(recorder, directory)
-
-
-def of_two_ranks(directory: Path, cudagraph_mode: str, ahead: bool) -> tuple[Any, Any, int, Any]:
-    """Return the tokens without drafts, those with drafts, how many drafts were right, and all drafts."""
-    recorder, wanted = Recorder(NUM_DRAFTS), requests(12, **OF_TWO)
-    drafts = DraftSettings(num_drafts=NUM_DRAFTS, head=DraftHeadFiles("mtp", directory))
-    runner = load(directory, cudagraph_mode, drafts, tensor_parallel_size=2, **OPTIONS)
-    plain, _ = run(runner, wanted, **LIMITS)
-    drafted, engine = run(runner, wanted, recorder, ahead=ahead, **LIMITS)
-    return plain.tokens, drafted.tokens, num_right(engine), recorder.made

@@ -1,6 +1,7 @@
 """Draft heads: their drafts are those of the formulas in plain torch, and no answer changes."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -86,6 +87,12 @@ def num_right(engine: Engine) -> int:
     return sum(engine.stats().speculation.accepted)
 
 
+def check_drafts(recorder: Recorder, reference: HeadReference) -> None:
+    wrong = [made for known, made in recorder.made if made != reference.drafts(known, NUM_DRAFTS)]
+    # Two logits that differ by a rounding error fall either way.
+    assert len(wrong) <= len(recorder.made) // 50, f"{len(wrong)} of {len(recorder.made)}"
+
+
 def with_head(target: Path, head: Path, num_drafts: int = NUM_DRAFTS, **options: Any) -> ModelRunner:
     settings = DraftSettings(num_drafts=num_drafts, head=DraftHeadFiles("eagle3", head))
     return make_runner(target, drafts=settings, **{"num_blocks": 256, "block_size": 8, **options})
@@ -109,9 +116,7 @@ def test_drafts_are_those_of_the_formulas(tmp_path: Path, target: Path, changes:
     shared = wanted[-1].prompt_token_ids
     run(runner, [*wanted, make_request([*shared, 5, 6], "shared", max_tokens=9, seed=1)], recorder, ahead=ahead)
     assert len(recorder.made) > 60
-    wrong = [made for known, made in recorder.made if made != reference.drafts(known, NUM_DRAFTS)]
-    # Two logits that differ by a rounding error fall either way.
-    assert len(wrong) <= len(recorder.made) // 50, wrong
+    check_drafts(recorder, reference)
 
 
 @AHEAD
@@ -125,6 +130,22 @@ def test_drafts_of_a_hybrid_are_those_of_the_formulas(tmp_path: Path, ahead: boo
     assert drafted.tokens == plain.tokens and num_right(engine) > 10
     reference = HeadReference(head, target)
     assert [made for _, made in recorder.made] == [reference.drafts(known, NUM_DRAFTS) for known, _ in recorder.made]
+
+
+@pytest.mark.tp
+@pytest.mark.e2e
+@AHEAD
+def test_drafts_of_two_ranks_are_those_of_the_formulas(tmp_path: Path, target: Path, ahead: bool) -> None:
+    """Layers pass parts of sums on, which the head reads summed."""
+    head = write_head(tmp_path / "head", target, tokens=DRAFT_TOKENS)
+    recorder, wanted = Recorder(NUM_DRAFTS), requests(6, **OF_TWO)
+    runner = with_head(target, head, tensor_parallel_size=2)
+    assert runner.group is not None
+    with closing(runner.group):
+        plain, _ = run(runner, wanted)
+        drafted, engine = run(runner, wanted, recorder, ahead=ahead)
+    assert drafted.tokens == plain.tokens and num_right(engine) > 10
+    check_drafts(recorder, HeadReference(head, target))
 
 
 @AHEAD
