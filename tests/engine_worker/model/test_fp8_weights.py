@@ -25,6 +25,8 @@ from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
 from kernels.fp8_kv import KVScales
+from tests.builders import make_request
+from tests.engine_worker.execution.reference import generate, make_runner
 from tests.engine_worker.model.family_cases import NATIVE, Case
 from tests.engine_worker.model.fp8_checkpoints import (
     BLOCK,
@@ -144,6 +146,29 @@ def test_fused_and_reordered_rows_keep_their_scales(name: str, family: str, tmp_
     check_files(model.directory)
     assert torch.equal(logits_by_fp8_linear(model.directory), exact_logits(model))
     assert ReferenceLinear.made
+
+
+def of_hybrids(module: str) -> bool:
+    """Whether a module of a hybrid is a linear layer in fp8: no router, filter or output head, and no small gate."""
+    others = (".gate", "_gate", "norm", "norm_f", "conv1d", "embeddings", "embed_tokens", "lm_head")
+    return not module.endswith((*others, "in_proj_a", "in_proj_b"))
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("nemotron_h, experts", "modelopt"), ("qwen3_5_moe_text", "fp8, tensors of transformers, static")],
+)
+def test_fp8_layers_of_hybrids_have_their_exact_weights(family: str, layout: str, tmp_path: Path) -> None:
+    small = ["re:.*in_proj_[ab]$"]
+    chosen = replace(LAYOUTS[layout], config={**LAYOUTS[layout].config, "modules_to_not_convert": ["lm_head", *small]})
+    model = write_fp8(tmp_path, chosen, NATIVE[family], of_hybrids)
+    check_files(model.directory)
+    request = make_request(PROMPT, "a", max_tokens=12, ignore_eos=True)
+    found, expected = (
+        generate(make_runner(directory, num_blocks=64), [request], max_num_seqs=1, max_num_batched_tokens=16)
+        for directory in (model.directory, model.exact)
+    )
+    assert found == expected
 
 
 def test_misaligned_fp8_blocks_are_multiplied_in_16_bits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
