@@ -83,9 +83,9 @@ compiled: dev
 schedules: dev
 	$(BIN)/python -m tests.engine_worker.scheduling.random_schedules $(ARGS)
 
-# What makes the suite too slow: 500 requests with drafts, one more take-over, one more random order of failures.
+# What makes the suite too slow: 500 requests with drafts, more take-overs and random orders of failures, own benchmarks.
 thorough: dev
-	$(BIN)/python -m pytest $(PARALLEL) -m long tests/engine_worker/execution/test_speculation.py tests/integration tests/e2e $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m long tests/engine_worker/execution/test_speculation.py tests/integration tests/e2e tests/bench $(ARGS)
 
 faults: dev
 	$(BIN)/python -m pytest tests/faults tests/bench/serving/test_neighbor.py -m "long or not long" $(ARGS)

@@ -58,6 +58,7 @@ async def test_second_worker_takes_over_streams(
     await take_over(valkey, demo_model_dir, tmp_path / "logs", config if of_first != "plain" else None)
 
 
+@pytest.mark.long
 async def test_second_worker_takes_over_streams_of_a_hybrid(valkey: Valkey, tmp_path: Path) -> None:
     """One worker drafts by multi-token prediction; a token is one of two, so that some drafts are right."""
     model = write_tiny_model(tmp_path / "hybrid")

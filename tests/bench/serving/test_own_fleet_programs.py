@@ -9,7 +9,7 @@ import pytest
 
 from bench.serving import claim_balance, disconnects, gateway_load, overload
 
-pytestmark = pytest.mark.e2e  # the benchmarks start processes
+pytestmark = [pytest.mark.e2e, pytest.mark.long]  # the benchmarks start processes
 
 
 @pytest.fixture

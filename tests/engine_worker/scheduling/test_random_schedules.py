@@ -39,7 +39,7 @@ from tests.proposers import FakeHead, FlickeringGain, OracleProposer
 
 pytestmark = pytest.mark.timeout(600)  # long simulations
 
-NUM_SEEDS = 40
+NUM_SEEDS = 20
 NUM_REQUESTS = 40
 TENANTS: list[dict[str, Any]] = [
     {"tenant": "a"},
@@ -289,9 +289,9 @@ def test_random_drafts_of_a_head_change_no_output(seed: int, async_scheduling: b
 
 
 def test_random_drafts_of_a_head_run_ahead_and_are_preempted() -> None:
-    runs = [run_with_head(seed, True) for seed in range(60)]
-    assert sum(run.num_unknown_drafts for run in runs) > 3_000
-    assert sum(run.num_preempted for run in runs) > 100
+    runs = [run_with_head(seed, True) for seed in range(30)]
+    assert sum(run.num_unknown_drafts for run in runs) > 1_500
+    assert sum(run.num_preempted for run in runs) > 50
 
 
 @pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
@@ -457,17 +457,17 @@ def test_random_drafts_of_a_head_beside_recurrent_states_change_no_output(seed: 
 
 @pytest.mark.usefixtures("has_many_checkpoints")
 def test_random_drafts_of_a_head_beside_recurrent_states_run_ahead_and_are_preempted() -> None:
-    runs = [run_with_states(seed, True, head_of(seed, True)) for seed in range(30)]
-    assert sum(run.num_unknown_drafts for run in runs) > 1_000
-    assert sum(run.num_preempted for run in runs) > 100
+    runs = [run_with_states(seed, True, head_of(seed, True)) for seed in range(15)]
+    assert sum(run.num_unknown_drafts for run in runs) > 500
+    assert sum(run.num_preempted for run in runs) > 50
 
 
 @pytest.mark.usefixtures("has_many_checkpoints")
 def test_random_requests_with_recurrent_states_swap_and_share() -> None:
     for async_scheduling in (False, True):
-        runs = [run_with_states(seed, async_scheduling) for seed in range(30)]
-        assert sum(run.num_cached_tokens for run in runs) > 50
-        assert sum(run.num_swapped_states for run in runs) > 100
+        runs = [run_with_states(seed, async_scheduling) for seed in range(15)]
+        assert sum(run.num_cached_tokens for run in runs) > 25
+        assert sum(run.num_swapped_states for run in runs) > 50
 
 
 @cache
