@@ -39,6 +39,8 @@ def draft_head_plan(drafts: DraftSettings, blueprint: Blueprint, settings: Execu
     if drafts.head is None:
         return None
     spec = read_draft_head(drafts.head, blueprint.shape, load_format=settings.load_format)
+    if not spec.layer.fits(size := settings.tensor_parallel_size):
+        raise ValueError(f"--tensor-parallel-size: {size} does not divide the draft head's {spec.layer.sizes}")
     return DraftHeadPlan(files=drafts.head, spec=spec)
 
 

@@ -242,6 +242,12 @@ def test_head_that_does_not_fit_is_refused(tmp_path: Path, target: Path, changes
         with_head(target, head)
 
 
+def test_head_that_ranks_cannot_share_is_refused(tmp_path: Path, target: Path) -> None:
+    head = write_head(tmp_path / "head", target, intermediate_size=81)
+    with pytest.raises(ValueError, match=r"--tensor-parallel-size: 2 does not divide the draft head's .* 81"):
+        with_head(target, head, tensor_parallel_size=2)
+
+
 def test_check_refuses_a_head_of_another_model(
     tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
