@@ -90,31 +90,29 @@ def test_preempted_sequences_are_still_found(directory: Path, mode: PreemptionMo
     assert answers(found) == answers(plain) and not proposer.different[:1]
 
 
-@AHEAD
 @pytest.mark.parametrize("model_impl", ["native", "transformers"])
-def test_models_without_a_head_of_any_kind_are_searched(tmp_path: Path, model_impl: str, ahead: bool) -> None:
+def test_models_without_a_head_of_any_kind_are_searched(tmp_path: Path, model_impl: str) -> None:
     """Of recurrent layers the device takes back the states of wrong drafts."""
     target = write_family(tmp_path, NATIVE["qwen3_next" if model_impl == "native" else "llama"])
     options: dict[str, Any] = {"model_impl": model_impl, "num_blocks": 512, "block_size": 8}
     plain = run_engine_to_end(make_engine(make_runner(target, **options), **ROOMY), mixed_requests(NUM_REQUESTS))
-    proposer = CheckedProposer()
-    drafting = drafting_by(proposer, NUM_DRAFTS, max_samples=MAX_SAMPLES, may_run_ahead=ahead)
-    engine = make_engine(searching(target, **options), drafting=drafting, async_scheduling=ahead, **ROOMY)
-    found = run_engine_to_end(engine, mixed_requests(NUM_REQUESTS))
-    assert answers(found) == answers(plain) and not proposer.different[:1]
+    runner, proposer = searching(target, **options), CheckedProposer()
+    for ahead in (False, True):
+        found, _ = run(runner, proposer, ahead=ahead)
+        assert answers(found) == answers(plain) and not proposer.different[:1]
 
 
 @pytest.mark.tp
 @pytest.mark.e2e
-@AHEAD
-def test_rank_0_searches_for_all_ranks(directory: Path, ahead: bool) -> None:
+def test_rank_0_searches_for_all_ranks(directory: Path) -> None:
     runner, proposer = searching(directory, tensor_parallel_size=2), CheckedProposer()
     assert runner.group is not None
     with closing(runner.group):
         plain = run_engine_to_end(make_engine(runner, **ROOMY), mixed_requests(NUM_REQUESTS))
-        found, engine = run(runner, proposer, ahead=ahead)
-    assert answers(found) == answers(plain) and not proposer.different[:1]
-    assert sum(engine.stats().speculation.accepted) > 10
+        for ahead in (False, True):
+            found, engine = run(runner, proposer, ahead=ahead)
+            assert answers(found) == answers(plain) and not proposer.different[:1]
+            assert sum(engine.stats().speculation.accepted) > 10
 
 
 def test_a_row_is_taken_from_the_sequence_that_drafted_longest_ago() -> None:
