@@ -83,7 +83,7 @@ compiled: dev
 schedules: dev
 	$(BIN)/python -m tests.engine_worker.scheduling.random_schedules $(ARGS)
 
-# What makes the suite too slow: 500 requests with drafts, more take-overs and random orders of failures, own benchmarks.
+# What makes the suite too slow: 500 requests with drafts, more take-overs and orders of failures, benchmarks of a fleet.
 thorough: dev
 	$(BIN)/python -m pytest $(PARALLEL) -m long tests/engine_worker/execution/test_speculation.py tests/integration tests/e2e tests/bench $(ARGS)
 

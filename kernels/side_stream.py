@@ -1,6 +1,6 @@
 """Two independent pieces of work whose kernels a CUDA graph runs side by side.
 
-Kernels of a few rows do not fill a GPU, and each takes 2 to 4 us to start and end, so the shorter piece costs nothing.
+Kernels of a few rows do not fill a GPU, and each takes time to start and end, so the shorter piece costs little.
 Outside of a capture, the launches of few rows take longer than their kernels, and many rows fill the GPU: there the
 pieces run one after the other.
 """

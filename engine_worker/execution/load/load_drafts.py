@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine_worker.execution.ranks.same_model import check_same_model
 from engine_worker.execution.settings import DraftSettings, ExecutionSettings
 from engine_worker.execution.step.draft_maker import DraftBounds, DraftMaker
 from engine_worker.execution.step.draft_steps import DraftSteps
@@ -58,7 +57,6 @@ def with_draft_head(
         ValueError: If a tensor of the head is missing, unused or has another shape.
     """
     assert isinstance(model, Network), "checked by draft_head_plan()"
-    check_same_model(plan.files.directory, settings.load_format, ranks, "--speculative-config: model")
     weights: RandomWeights | SafetensorsWeights
     if settings.load_format == "dummy":
         weights = RandomWeights(model.device, model.dtype)

@@ -192,6 +192,8 @@ def load_replica(
     check_weight_format(plan.blueprint.weight_format, kind, device, plan.dtype)
     kv_dtype = _kv_dtype(plan)
     check_same_model(settings.model, settings.load_format, ranks)
+    if plan.drafts.head is not None and plan.drafts.head.directory != settings.model:
+        check_same_model(plan.drafts.head.directory, settings.load_format, ranks, "--speculative-config: model")
     weights = _weights(plan, report)
     model = plan.blueprint.build(weights, max_model_len, settings.deterministic, ranks)
     weights_bytes = weights.loaded_bytes

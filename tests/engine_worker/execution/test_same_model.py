@@ -41,3 +41,11 @@ def test_same_model_different_file_is_refused(tmp_path: Path, file: str) -> None
         save_file({"w": np.ones(4, np.float32)}, tmp_path / file)
     with pytest.raises(ValueError, match="the ranks have different files"):
         compared(tmp_path, other=first)
+
+
+def test_different_files_of_a_draft_head_name_its_setting(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    save_file({"w": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
+    ranks: Any = TwoRanks(other=1)
+    with pytest.raises(ValueError, match="--speculative-config: model: the ranks have different files"):
+        check_same_model(tmp_path, "auto", ranks, "--speculative-config: model")

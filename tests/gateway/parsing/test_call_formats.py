@@ -288,7 +288,7 @@ def test_calls_cut_anywhere_are_equal(name: str, text: str, expected: Read) -> N
     for size in range(1, 9):
         assert read(lambda: parsers(name), [text[at : at + size] for at in range(0, len(text), size)]) == expected
     for first, second in itertools.combinations(range(len(text)), 2):
-        if first and second - first > LONGEST_MARKER:  # two cuts in different markers are those of the sizes above
+        if first and second - first > LONGEST_MARKER:  # not in one marker; alone, each cut is tried with first = 0
             continue
         pieces = [text[:first], text[first:second], text[second:]]
         assert read(lambda: parsers(name), pieces) == expected, pieces
