@@ -5,6 +5,8 @@ import urllib.request
 from collections.abc import Awaitable, Callable
 
 from bench.serving.free_port import free_port
+from shared.redis_scripts import RedisScripts
+from tests.e2e.fleet import START_SECONDS
 from tests.faults.conftest import World
 from tests.patience import PATIENCE_SECONDS
 
@@ -13,15 +15,14 @@ async def test_metrics_count_reaped_workers_and_unreadable_requests(
     start_world: Callable[..., Awaitable[World]],
 ) -> None:
     world, port = await start_world(), free_port()
-    first = world.start_worker("w0")
-    await world.has_ready("w0")
-    first.kill()
+    await RedisScripts(world.connections.commands, world.keys).register("w0.never-beats")
     world.start_worker("w1", "--dead-after", "3", "--metrics-port", str(port))
-    await world.logged("w1", "reaped worker w0")
-    await world.connections.commands.publish(world.keys.heartbeat_channel, b"no frame")
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not await counted(port, "bad_heartbeats"):
+    async with asyncio.timeout(START_SECONDS):
+        # A worker listens while one that is registered has not beaten: until it reaps that one.
+        while "reaped worker w0" not in world.fleet.log("w1"):
+            await world.connections.commands.publish(world.keys.heartbeat_channel, b"no frame")
             await asyncio.sleep(0.05)
+    assert await counted(port, "bad_heartbeats") > 0
     assert await counted(port, "workers_reaped") == 1
     for name in ("orphaned_requests", "heartbeat_failures", "queue_read_failures", "store_retries"):
         assert await counted(port, name) == 0
