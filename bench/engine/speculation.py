@@ -4,15 +4,16 @@
         [--load-format dummy] [--quantization fp8] [--head HEAD_DIR | --mtp | --prompt bench/engine/copy_edit.txt]
 
 Each case decodes the same prompts without drafts, with those of an oracle (the tokens of the run before), at random,
-at random with the automatic pause, and with the n-gram proposer. Proposers on the host must know the last token, so no
-step runs ahead of them. `oracle, ahead` and `ngram_gpu` make the drafts on the device. Outputs are equal on a CPU in
-float32 and with --deterministic; the number of equal ones is reported.
+at random with the automatic pause, and with the n-gram and suffix proposers. Proposers on the host must know the last
+token, so no step runs ahead of them. `oracle, ahead` and `ngram_gpu` make the drafts on the device. Outputs are equal
+on a CPU in float32 and with --deterministic; the number of equal ones is reported.
 
 With a draft head, only its drafts are measured. Every step also runs the head: without drafts it stores its keys and
 values only. A head of random weights drafts token 0: always wrong (`head, wrong`), or always right where no other token
 is allowed (`head, right`).
 
-With --prompt, all sequences get that text, and only the n-gram proposer is measured. The cases then name any length.
+With --prompt, all sequences get that text, and only the n-gram and suffix proposers are measured. The cases then name
+any length.
 """
 
 import argparse
@@ -132,6 +133,7 @@ class Speculation:
         if self._head is not None:
             return figures | self._head_figures(self._head.method, prompts, plain["step_ms"])
         by_ngrams = SpeculativeConfig(method="ngram", num_speculative_tokens=self._max_drafts)
+        by_suffixes = SpeculativeConfig(method="suffix", num_speculative_tokens=self._max_drafts)
         searching = SpeculativeConfig(method="ngram_gpu", num_speculative_tokens=self._max_drafts)
         kinds: dict[str, tuple[Proposer, float, DraftMaker | None]] = {
             "oracle": (_Guesses(lambda one: known[one.request_id][one.num_output_tokens :]), 0.0, None),
@@ -139,10 +141,11 @@ class Speculation:
             "random": (_Guesses(lambda _: [random.randrange(100, 1000) for _ in range(self._max_drafts)]), 0.0, None),
             "random, paused": (_Guesses(lambda _: [random.randrange(100, 1000)] * self._max_drafts), 1.05, None),
             "ngram, paused": (PROPOSERS["ngram"](by_ngrams), 1.05, None),
+            "suffix, paused": (PROPOSERS["suffix"](by_suffixes), 1.05, None),
             "ngram_gpu": (PROPOSERS["ngram_gpu"](searching), 0.0, self._maker),
             "ngram_gpu, paused": (PROPOSERS["ngram_gpu"](searching), 1.05, self._maker),
         }
-        wanted = kinds if self._prompt is None else ["ngram, paused"]
+        wanted = kinds if self._prompt is None else ["ngram, paused", "suffix, paused"]
         for name in wanted:
             proposer, min_gain, maker = kinds[name]
             self._runner.draft_maker = maker

@@ -46,6 +46,14 @@ def test_proposers_continue_an_earlier_text(method: str, token_ids: list[int], e
     assert bool(proposed(method, token_ids)) is bool(expected)
 
 
+def test_short_matches_get_as_many_drafts_as_they_have_tokens() -> None:
+    repeated = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    for length in (2, 3):
+        assert proposed("ngram", [*repeated, *repeated[:length]], max_drafts=5) == repeated[length : 2 * length]
+    assert proposed("ngram", [*repeated, *repeated[:4]], max_drafts=5) == repeated[4:9]  # prompt_lookup_max
+    assert proposed("suffix", [*repeated, *repeated[:4]], max_drafts=5) == repeated[4:8]
+
+
 def test_proposer_never_exceeds_the_drafts_it_may_make() -> None:
     assert proposed("ngram", [1, 2, 3, 4, 5, 6, 1, 2], max_drafts=1) == [3]
     assert proposed("suffix", [1, 2, 3, 4, 5, 6, 1, 2, 3, 4], max_drafts=1) == [5]

@@ -1,6 +1,7 @@
 """Continue as the text did before: find the last tokens earlier in the sequence, and propose what followed them.
 
-Known as prompt lookup. It pays where the output repeats the prompt: edits of code, summaries, quotes.
+Known as prompt lookup. It pays where the output repeats the prompt: edits of code, summaries, quotes. A short match
+often ends soon, so it gets only as many drafts as it has tokens.
 """
 
 from collections.abc import Iterable
@@ -19,7 +20,9 @@ class NgramProposer:
         history = self._histories.setdefault(sequence, TokenHistory())
         history.follow(sequence)
         match = history.longest_match(history.last(self._max), max_drafts)
-        return history.after(match.end, max_drafts) if match.length >= self._min else []
+        if match.length < self._min:
+            return []
+        return history.after(match.end, max_drafts if match.length == self._max else min(max_drafts, match.length))
 
     def ended(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
