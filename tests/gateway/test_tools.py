@@ -165,6 +165,18 @@ def test_template_with_tools_gets_them_as_values(tiny_model_dir: Path) -> None:
     )
 
 
+def test_template_may_add_arguments_to_text(tiny_model_dir: Path) -> None:
+    """As the templates of DeepSeek V3 and R1 do."""
+    source = (
+        "{% if tools %}{% for m in messages %}{% for c in m.tool_calls %}"
+        "{{ c.type + '<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```' }}"
+        "{% endfor %}{% endfor %}{% endif %}"
+    )
+    encoder = PromptEncoder((tiny_model_dir / "tokenizer.json").read_text(), ChatTemplate(source, {}))
+    expected = 'function<｜tool▁sep｜>get_weather\n```json\n{"city": "Rome"}\n```'
+    assert rendered(encoder, tools=[WEATHER]) == expected
+
+
 def test_template_without_tools_gets_hermes_text(tiny_model: ServedModel) -> None:
     text = rendered(tiny_model.encoder)
     assert text.startswith("<|im_start|>system\nYou can call these functions:\n<tools>\n")
