@@ -39,6 +39,7 @@ from engine_worker.execution.step.input_builder import HostInputs, StepInputs
 from engine_worker.execution.step.kv_cache import (
     KVCache,
     cache_budget,
+    check_cache_bytes,
     check_capacity,
     num_blocks_that_fit,
     num_host_blocks_that_fit,
@@ -191,6 +192,8 @@ def load_replica(
     kind = "int4 at load" if settings.quantization == "int4" else plan.blueprint.weight_kind
     check_weight_format(plan.blueprint.weight_format, kind, device, plan.dtype)
     kv_dtype = _kv_dtype(plan)
+    if settings.kv_cache_memory_bytes is not None:
+        check_cache_bytes(settings.kv_cache_memory_bytes, measure_memory(device, 0))
     check_same_model(settings.model, settings.load_format, ranks)
     if plan.drafts.head is not None and plan.drafts.head.directory != settings.model:
         check_same_model(plan.drafts.head.directory, settings.load_format, ranks, "--speculative-config: model")

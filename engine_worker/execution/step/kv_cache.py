@@ -101,18 +101,18 @@ def copy_blocks(pool: Tensor, copies: list[BlockCopy]) -> None:
         pool[list(targets)] = pool[list(sources)]
 
 
-def cache_budget(memory: DeviceMemory, kv_cache_memory_bytes: int | None, kv_cache_memory_ratio: float | None) -> int:
-    """Return the bytes of the KV pool and the state pool together.
+def check_cache_bytes(kv_cache_memory_bytes: int, memory: DeviceMemory) -> None:
+    """Raise ValueError if the caches would take more than all memory of the device."""
+    if kv_cache_memory_bytes > memory.total_bytes:
+        raise ValueError(
+            f"--kv-cache-memory-bytes: expected at most the memory of {memory.device.type}, "
+            f"{_mib(memory.total_bytes)}; got {kv_cache_memory_bytes}"
+        )
 
-    Raises:
-        ValueError: If kv_cache_memory_bytes is more than all memory of the device.
-    """
+
+def cache_budget(memory: DeviceMemory, kv_cache_memory_bytes: int | None, kv_cache_memory_ratio: float | None) -> int:
+    """Return the bytes of the KV pool and the state pool together."""
     if kv_cache_memory_bytes is not None:
-        if kv_cache_memory_bytes > memory.total_bytes:
-            raise ValueError(
-                f"--kv-cache-memory-bytes: expected at most the memory of {memory.device.type}, "
-                f"{_mib(memory.total_bytes)}; got {kv_cache_memory_bytes}"
-            )
         return kv_cache_memory_bytes
     if memory.device.type == "cuda":
         share = memory.total_bytes * (kv_cache_memory_ratio or CUDA_MEMORY_RATIO)

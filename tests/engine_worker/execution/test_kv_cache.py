@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_worker.execution.load.load import load_model_runner
+from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.execution.step.host_pool import _runs, copy_runs
 from engine_worker.execution.step.kv_cache import (
     KVCache,
     KVCacheTooSmall,
     cache_budget,
+    check_cache_bytes,
     check_capacity,
     copy_blocks,
     num_blocks_that_fit,
@@ -20,6 +23,7 @@ from engine_worker.kv.layout import KVGroup, KVLayout, num_state_blocks_that_fit
 from engine_worker.kv.transfers import BlockCopy, Moves, Transfers
 from engine_worker.model.architectures import spec_from_json
 from engine_worker.model.spec import kv_layout
+from tests.engine_worker.execution.reference import write_model
 
 MIB = 2**20
 CONFIG = spec_from_json(
@@ -68,7 +72,17 @@ def test_kv_pool_size_follows_memory_and_settings(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_more_than_all_memory_is_refused_by_its_setting(device: str) -> None:
     with pytest.raises(ValueError, match=f"--kv-cache-memory-bytes: .* of {device}, 16,000 MiB; got 16777217000"):
-        cache_budget(memory(4000, device), 16_777_217_000, None)
+        check_cache_bytes(16_777_217_000, memory(4000, device))
+
+
+def test_more_than_all_memory_is_refused_before_weights_load(tmp_path: Path) -> None:
+    reports = []
+    settings = ExecutionSettings(
+        model=write_model(tmp_path), device="cpu", dtype="float32", kv_cache_memory_bytes=2**60, max_num_seqs=1
+    )
+    with pytest.raises(ValueError, match="--kv-cache-memory-bytes: expected at most the memory of cpu"):
+        load_model_runner(settings, lambda phase, progress, _: reports.append((phase, progress)))
+    assert reports == [("load", 0.0)]
 
 
 @pytest.mark.parametrize(
