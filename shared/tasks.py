@@ -6,8 +6,11 @@ task hangs.
 """
 
 import asyncio
+import logging
 from collections.abc import Coroutine, Iterable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 CANCEL_AGAIN_SECONDS = 1.0  # long enough for a clean-up, which a second cancellation would interrupt
 
@@ -24,7 +27,8 @@ async def cancel_and_wait(tasks: Iterable["asyncio.Task[Any]"]) -> None:
 async def run_until_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
     """Run all until one returns or raises, end the others, and raise its error.
 
-    If several raise at once, the first argument's error is raised. A TaskGroup would cancel only once.
+    If several raise at once, the first argument's error is raised, and others of its type are dropped: when a worker is
+    fenced, all find out. A TaskGroup would cancel only once.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
@@ -32,5 +36,17 @@ async def run_until_first_ends(*coroutines: Coroutine[Any, Any, None]) -> None:
         ended = [task for task in tasks if task.done()]
     finally:
         await cancel_and_wait(tasks)
-    for task in ended:
-        task.result()
+    try:
+        for task in ended:
+            task.result()
+    except Exception as raised:
+        _log_others(tasks, raised)
+        raise
+
+
+def _log_others(tasks: Iterable["asyncio.Task[Any]"], raised: Exception) -> None:
+    """Log the errors of other types than the one that was raised."""
+    for task in tasks:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, type(raised)):
+            logger.error("task: failed beside another: %r", error)
