@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gateway.apis.ollama.schema import parse_chat
+from gateway.http.json_body import decode_body
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
 from tests.tiny_model import write_tiny_model
@@ -66,6 +68,18 @@ async def test_earlier_calls_are_rendered(gateway: Gateway) -> None:
     call = {"function": {"name": "get_weather", "arguments": {"city": "Rome"}}}
     messages = [*HI, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "sunny"}]
     assert (await ask(gateway, "/api/chat", "Sunny.", messages=messages, stream=False))[0] == 200
+
+
+def test_results_have_the_ids_of_the_calls_in_order() -> None:
+    """As Mistral's templates require: nine characters, and one for each result."""
+    call, result = {"function": {"name": "f"}}, {"role": "tool", "content": "3"}
+    two, only = ({"role": "assistant", "tool_calls": [call] * number} for number in (2, 1))
+    body = {"model": "tiny", "messages": [*HI, two, result, result, only, result, result]}
+    (prompt,) = parse_chat(decode_body(json.dumps(body).encode())).prompts
+    assert isinstance(prompt, tuple)
+    ids = [message.get("tool_call_id", [one["id"] for one in message.get("tool_calls", ())]) for message in prompt[1:]]
+    first, second, third = "call00000", "call00001", "call00002"
+    assert ids == [[first, second], first, second, [third], third, []]
 
 
 async def test_generate_answers_a_prompt(gateway: Gateway) -> None:

@@ -3,7 +3,9 @@
 Source: https://github.com/ollama/ollama/blob/main/docs/api.md.
 """
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from itertools import count
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -79,8 +81,7 @@ class GenerateBody(_Body, kw_only=True):
 def parse_chat(body: JsonBody) -> CompletionRequest:
     """Parse a body of /api/chat; raise InvalidRequest."""
     fields = body.typed(OllamaChatBody)
-    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
-    return _chat(fields, messages, _ignored(OllamaChatBody, body), tools=fields.tools)
+    return _chat(fields, list(_messages(fields.messages)), _ignored(OllamaChatBody, body), tools=fields.tools)
 
 
 def parse_generate(body: JsonBody) -> CompletionRequest:
@@ -143,16 +144,23 @@ def _given(fields: _Body) -> Mapping[str, Any]:
     }  # fmt: skip
 
 
-def _message(message: Message, path: str) -> MessageFields:
-    _check_absent(message.images, f"{path}.images")
-    calls = [
-        ToolCallFields(
-            id=f"call_{index}",
-            function=CalledFunction(call.function.name, msgspec.json.encode(call.function.arguments).decode()),
+def _messages(messages: list[Message]) -> Iterator[MessageFields]:
+    """Give calls the ids that chat templates expect; Ollama has none: results follow in the order of the calls."""
+    ids = map("call{:05}".format, count())  # nine characters, which Mistral's templates require
+    waiting = deque[str]()  # ids of calls without a result
+    for index, message in enumerate(messages):
+        _check_absent(message.images, f"messages[{index}].images")
+        calls = [_call(call, call_id) for call, call_id in zip(message.tool_calls or (), ids, strict=False)]
+        waiting.extend(call.id for call in calls)
+        answered = waiting.popleft() if message.role == "tool" and waiting else None
+        yield MessageFields(
+            message.role, message.content, tool_calls=calls or None, tool_call_id=answered, reasoning=message.thinking
         )
-        for index, call in enumerate(message.tool_calls or ())
-    ]
-    return MessageFields(message.role, message.content, tool_calls=calls or None, reasoning=message.thinking)
+
+
+def _call(call: Call, call_id: str) -> ToolCallFields:
+    arguments = msgspec.json.encode(call.function.arguments).decode()
+    return ToolCallFields(id=call_id, function=CalledFunction(call.function.name, arguments))
 
 
 def _check_absent(value: object, param: str) -> None:
