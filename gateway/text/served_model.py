@@ -136,7 +136,7 @@ class ServedModel:
     @property
     def calls(self) -> CallFormat:
         """How the model writes tool calls."""
-        return call_format(self.tool_call_parser, self.encoder.template_source)
+        return call_format(self.tool_call_parser, self.encoder.tools_template)
 
     @property
     def reasoning(self) -> ReasoningFormat | None:

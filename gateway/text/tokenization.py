@@ -60,6 +60,12 @@ class PromptEncoder:
         """The source of the chat template, or "" if there is none."""
         return self._chat_template.source if self._chat_template is not None else ""
 
+    @property
+    def tools_template(self) -> str:
+        """The source of the chat template, or "" if it takes no tools: render_chat() writes them in Hermes format."""
+        template = self._chat_template
+        return template.source if template is not None and template.takes_tools else ""
+
     def has_special(self, text: str) -> bool:
         """Return whether `text` is a special token, which detokenizers skip."""
         return text in self._special_ids

@@ -19,7 +19,7 @@ from tests.tiny_model import IM_END, write_tiny_model
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
-    "{# <|channel|> #}"
+    "{# <|channel|> #}{% if tools %}{% endif %}"
 )
 ANSWER = json_schema_grammar({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]})
 FUNCTIONS = {"get_weather": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}

@@ -23,7 +23,7 @@ from shared.grammars import check_grammar
 from shared.messages import FinishReason, GrammarKind
 from tests.gateway.conftest import Gateway
 from tests.gateway.fake_inference import says
-from tests.tiny_model import write_tiny_model
+from tests.tiny_model import CHAT_TEMPLATE, write_tiny_model
 
 CHAT_URL = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -317,6 +317,14 @@ async def test_usage_counts_reasoning_tokens(
 async def test_option_sets_the_parser_family(start_gateway: Any, roomy_model_dir: Path) -> None:
     mistral = await start_gateway(model=roomy_model_dir, tool_call_parser="mistral")
     assert await ask(mistral, '[TOOL_CALLS]clock[ARGS]{"a": 1}') == (None, "", [("clock", '{"a": 1}')], "tool_calls")
+
+
+async def test_calls_have_the_format_that_the_prompt_asks_for(start_gateway: Any, tmp_path: Path) -> None:
+    """The template of DeepSeek R1 writes earlier calls in its format, but no tools, which get the Hermes format."""
+    model = write_tiny_model(tmp_path / "r1", max_model_len=4096)
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE + "{# <｜tool▁calls▁begin｜> #}")
+    gateway = await start_gateway(model=model)
+    assert await ask(gateway, CALL) == (None, "", [("get_weather", '{"city": "Zürich"}')], "tool_calls")
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def call_format(option: str, template_source: str) -> CallFormat:
 
     Args:
         option: A key of CALL_FORMATS, or "auto".
-        template_source: The chat template. One without known marks is taken as hermes.
+        template_source: The chat template, or "" if it takes no tools. One without known marks is taken as hermes.
     """
     if option != AUTO:
         return CALL_FORMATS[option]
