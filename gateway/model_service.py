@@ -21,7 +21,7 @@ from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TASKS, TOOL_CALL_PARSERS, GatewaySettings
 from gateway.store.acceptance import share_of
 from gateway.store.inference_client import InferenceClient
-from gateway.text.served_model import ModelLimits, ServedModel, is_complete, load_served_model
+from gateway.text.served_model import ModelLimits, ServedModel, check_chat_template, is_complete, load_served_model
 from gateway.work.background import BackgroundWork
 from gateway.work.loop_scheduler import LoopScheduler
 from shared.messages import max_beam_width
@@ -41,6 +41,7 @@ class ModelOptions:
     names: tuple[str, ...]  # the first is used in answers, metrics, and store keys; the others are aliases
     directory: Path
     max_model_len: int | None = None  # tokens; None: the model's
+    chat_template: Path | None = None  # None: the model's
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     generation_config: str = "auto"
@@ -70,6 +71,7 @@ def _options(entry: ModelEntry, settings: GatewaySettings) -> ModelOptions:
         names=entry.names or (directory.resolve().name,),
         directory=directory,
         max_model_len=entry.max_model_len or settings.max_model_len,
+        chat_template=_template_file(entry.chat_template, settings.chat_template),
         tool_call_parser=_one_of(TOOL_CALL_PARSERS, tool_call_parser, "tool_call_parser") or settings.tool_call_parser,
         reasoning_parser=settings.reasoning_parser
         if reasoning_parser is None
@@ -78,6 +80,17 @@ def _options(entry: ModelEntry, settings: GatewaySettings) -> ModelOptions:
         or settings.generation_config,
         task=_one_of(TASKS, entry.task, "task") or settings.task,
     )
+
+
+def _template_file(of_entry: str | None, of_all: Path | None) -> Path | None:
+    """Return the file of an entry or the flag; raise SettingsError if it is no chat template."""
+    path = of_all if of_entry is None else Path(of_entry)
+    try:
+        if path is not None:
+            check_chat_template(path)
+    except ModelFilesError as error:
+        raise SettingsError(f"--chat-template {error}") from error
+    return path
 
 
 def _one_of(known: tuple[str, ...], value: str | None, field: str) -> str:
@@ -147,6 +160,7 @@ class ModelService:
             model = await asyncio.to_thread(
                 load_served_model, directory,
                 max_model_len=options.max_model_len, generation_config=options.generation_config,
+                chat_template=options.chat_template,
             )  # fmt: skip
             self.model = replace(
                 model,

@@ -122,6 +122,9 @@ class GatewaySettings:
     )
     max_detach_seconds: float = setting(3600.0, parse=float, help="upper bound for `detach_seconds`")
     drain_seconds: float = setting(30.0, parse=float, help="time for open streams to end after SIGTERM")
+    chat_template: Path | None = setting(
+        None, parse=Path, help="Jinja file to use instead of the model's chat template"
+    )
     tool_call_parser: str = setting(
         "auto", choices=TOOL_CALL_PARSERS,
         help="format of the model's tool calls; auto: from its chat template",

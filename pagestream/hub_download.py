@@ -28,7 +28,7 @@ from shared.model_files import ModelFilesError, read_json
 
 FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "chat_template.jinja", "hf_quant_config.json", "modules.json", "*_Pooling/config.json",
+    "chat_template.jinja", "chat_template.json", "hf_quant_config.json", "modules.json", "*_Pooling/config.json",
     "model*.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
 _REPORT_SECONDS = 0.5

@@ -43,6 +43,7 @@ GATEWAY_FLAGS = frozenset(
         "--max-files-bytes-per-key",
         "--files-retention-seconds",
         "--max-batch-concurrency",
+        "--chat-template",
         "--tool-call-parser",
         "--reasoning-parser",
         "--generation-config",

@@ -3,7 +3,8 @@
     [[models]]
     model = "/models/qwen"              # a value of --model
     names = ["qwen", "gpt-4o-mini"]     # name and aliases; default: the directory's name
-    max_model_len = 8192                # this and the next four override the flags of the same name
+    max_model_len = 8192                # this and the next five override the flags of the same name
+    chat_template = "/models/tools.jinja"
     tool_call_parser = "hermes"
     reasoning_parser = "qwen3"
     generation_config = "none"
@@ -29,6 +30,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: Annotated[str, msgspec.Meta(min_length=1)]
     names: tuple[str, ...] = ()
     max_model_len: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    chat_template: str | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     generation_config: str | None = None

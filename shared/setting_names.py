@@ -23,7 +23,7 @@ GATEWAY = """
     default_timeout_seconds default_queue_timeout_seconds no_worker no_worker_wait_seconds
     max_timeout_seconds
     default_detach_seconds max_detach_seconds drain_seconds
-    tool_call_parser reasoning_parser generation_config task force_include_usage
+    chat_template tool_call_parser reasoning_parser generation_config task force_include_usage
     files_dir max_file_bytes max_files_bytes max_files_bytes_per_key files_retention_seconds max_batch_concurrency
     check exit_with_parent log_format otlp_traces_endpoint vllm_metric_names
 """

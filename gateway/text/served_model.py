@@ -10,12 +10,13 @@ is sampled.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
+import jinja2
 import msgspec
 from msgspec import Meta
 from tokenizers import Tokenizer
@@ -107,14 +108,25 @@ def token_text(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
+_PROCESSOR_TEMPLATE = "chat_template.json"  # of models that also see images
 _FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    "chat_template.jinja",
+    _PROCESSOR_TEMPLATE,
     "model.safetensors.index.json",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedFrom:
+    """The arguments of load_served_model()."""
+
+    directory: Path
+    max_model_len: int
+    generation_config: str
+    chat_template: Path | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +143,7 @@ class ServedModel:
     tool_call_parser: str = "auto"  # value of --tool-call-parser
     reasoning_parser: str = "auto"  # value of --reasoning-parser
     task: Task = Task.GENERATE
-    loaded_from: tuple[Path, int, str] | None = None  # directory, context length, --generation-config
+    loaded_from: LoadedFrom | None = None
 
     @property
     def calls(self) -> CallFormat:
@@ -149,13 +161,18 @@ class ServedModel:
         return _sent_model, (self.loaded_from, options)
 
 
-def _sent_model(loaded_from: tuple[Path, int, str], options: dict[str, Any]) -> ServedModel:
-    return replace(_loaded_here(*loaded_from), **options)
+def _sent_model(loaded_from: LoadedFrom, options: dict[str, Any]) -> ServedModel:
+    return replace(_loaded_here(loaded_from), **options)
 
 
 @lru_cache
-def _loaded_here(directory: Path, max_model_len: int, generation_config: str) -> ServedModel:
-    return load_served_model(directory, max_model_len=max_model_len, generation_config=generation_config)
+def _loaded_here(source: LoadedFrom) -> ServedModel:
+    return load_served_model(
+        source.directory,
+        max_model_len=source.max_model_len,
+        generation_config=source.generation_config,
+        chat_template=source.chat_template,
+    )
 
 
 def is_complete(directory: Path) -> bool:
@@ -163,7 +180,11 @@ def is_complete(directory: Path) -> bool:
 
 
 def load_served_model(
-    directory: Path, *, max_model_len: int | None = None, generation_config: str = "auto"
+    directory: Path,
+    *,
+    max_model_len: int | None = None,
+    generation_config: str = "auto",
+    chat_template: Path | None = None,
 ) -> ServedModel:
     """Load a model directory; 0.3 s for a vocabulary of 49,152, so do not call it on an event loop.
 
@@ -171,6 +192,7 @@ def load_served_model(
         directory: Directory with the model's files.
         max_model_len: Context length to serve, in tokens; default: the model's own.
         generation_config: Value of --generation-config.
+        chat_template: A file to use instead of the model's template.
 
     Raises:
         ModelFilesError: If a file is invalid or the context length exceeds the model's.
@@ -183,7 +205,8 @@ def load_served_model(
     max_model_len = checked_max_model_len(max_model_len, own_max_model_len)
     tokenizer_file = directory / "tokenizer_config.json"
     tokenizer_config = read_json(tokenizer_file) if tokenizer_file.is_file() else {}
-    source = _template_source(directory, tokenizer_config)
+    own_template = chat_template or directory / "chat_template.jinja"
+    source = _template_source(own_template, directory, tokenizer_config)
     encoder = _encoder(directory, tokenizer_config, source)
     return ServedModel(
         encoder=encoder,
@@ -192,11 +215,21 @@ def load_served_model(
         vocab_size=vocab_size,
         hidden_size=int(files.config.get("hidden_size") or 0),
         answers=_answers(files.config.get("classifier_from_token", ["no", "yes"])),
-        fingerprint=_fingerprint(directory),
+        fingerprint=_fingerprint([*(directory / name for name in _FILES), own_template]),
         tokenizer_info=tokenizer_info(tokenizer_config, encoder.tokenizer, source),
         defaults=generation_defaults(generation_config, files.generation),
-        loaded_from=(directory, max_model_len, generation_config),
+        loaded_from=LoadedFrom(directory, max_model_len, generation_config, chat_template),
     )
+
+
+def check_chat_template(path: Path) -> None:
+    """Raise ModelFilesError if a file cannot be read or is no template."""
+    try:
+        ChatTemplate(path.read_text(encoding="utf-8"), {})
+    except OSError as error:
+        raise ModelFilesError(f"{path}: {error.strerror}") from error
+    except (ValueError, jinja2.TemplateError) as error:
+        raise ModelFilesError(f"{path}: {error}") from error
 
 
 def _answers(tokens: Any) -> tuple[str, str]:
@@ -220,21 +253,21 @@ def _encoder(directory: Path, tokenizer_config: dict[str, Any], source: str | No
         raise ModelFilesError(f"tokenizer.json or the chat template: {error}") from error
 
 
-def _fingerprint(directory: Path) -> str:
+def _fingerprint(files: Iterable[Path]) -> str:
     """Return a digest that is equal at all gateways of a release with these files."""
     digest = hashlib.sha256(VERSION.encode())
-    for name in _FILES:
-        path = directory / name
+    for path in files:
         content = path.read_bytes() if path.is_file() else b""
         digest.update(len(content).to_bytes(8, "big") + content)
     return f"fp_{digest.hexdigest()[:10]}"
 
 
-def _template_source(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    own_file = directory / "chat_template.jinja"
+def _template_source(own_file: Path, directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
     if own_file.is_file():
         return own_file.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")
+    if template is None and (of_processor := directory / _PROCESSOR_TEMPLATE).is_file():
+        template = read_json(of_processor).get("chat_template")
     if isinstance(template, list):  # several named templates
         template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
     return template

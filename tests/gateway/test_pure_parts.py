@@ -179,28 +179,42 @@ def test_unservable_models_are_refused(tmp_path: Path, flags: tuple[str, ...], m
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "No such file or directory"), ("{% if %}", "Expected an expression")]
+)
+def test_chat_templates_are_checked_with_the_settings(tmp_path: Path, content: str | None, message: str) -> None:
+    path = tmp_path / "chat.jinja"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(SettingsError, match=f"--chat-template {path}: {message}"):
+        model_options(GatewaySettings(model=Path("/m"), chat_template=path))
+
+
 def test_models_file_entry_inherits_the_flags(tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     path.write_text(
         '[[models]]\nmodel = "/m/first"\n'
         '[[models]]\nmodel = "/m/x"\nnames = ["second"]\nmax_model_len = 8\nreasoning_parser = "none"\n'
-        'tool_call_parser = "mistral"\ngeneration_config = "auto"\n'
+        f'tool_call_parser = "mistral"\ngeneration_config = "auto"\nchat_template = "{tmp_path}/own.jinja"\n'
     )
+    for name in ("all.jinja", "own.jinja"):
+        (tmp_path / name).write_text("{{ messages }}")
     settings = GatewaySettings(
         models_file=path,
         max_model_len=64,
         reasoning_parser="qwen3",
         tool_call_parser="hermes",
         generation_config="vllm",
+        chat_template=tmp_path / "all.jinja",
     )
     assert model_options(settings) == (
         ModelOptions(
             names=("first",), directory=Path("/m/first"), max_model_len=64, reasoning_parser="qwen3",
-            tool_call_parser="hermes", generation_config="vllm",
+            tool_call_parser="hermes", generation_config="vllm", chat_template=tmp_path / "all.jinja",
         ),
         ModelOptions(
             names=("second",), directory=Path("/m/x"), max_model_len=8, reasoning_parser="none",
-            tool_call_parser="mistral", generation_config="auto",
+            tool_call_parser="mistral", generation_config="auto", chat_template=tmp_path / "own.jinja",
         ),
     )  # fmt: skip
 

@@ -1,6 +1,7 @@
 """A prompt equals the plain encoding of the rendered template, unless a message spells a special token."""
 
 import json
+import pickle
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -199,10 +200,17 @@ def test_faulty_model_directory_is_refused(tiny_model_dir: Path, tmp_path: Path)
     assert model.eos_token_ids == frozenset()
     with pytest.raises(ChatTemplateError, match="no chat template"):
         chat(model.encoder, "x")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ 'from processor' }}"}))
+    assert model.encoder.decode(chat(load_served_model(tmp_path).encoder, "x")) == "from processor"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ 'from config' }}"}))
     (tmp_path / "chat_template.jinja").write_text("{{ 'from file' }}")
     encoder = load_served_model(tmp_path).encoder
     assert encoder.decode(chat(encoder, "x")) == "from file"
+    (tmp_path / "own.jinja").write_text("{{ 'from option' }}")
+    chosen = load_served_model(tmp_path, chat_template=tmp_path / "own.jinja")
+    assert chosen.fingerprint != model.fingerprint
+    for loaded in (chosen, pickle.loads(pickle.dumps(chosen))):
+        assert loaded.encoder.decode(chat(loaded.encoder, "x")) == "from option"
 
 
 def byte_encoder(template: str, *, normalized: bool = False, beginning: bool = False) -> PromptEncoder:
