@@ -1,7 +1,7 @@
 """Convert a GGUF file to a Hugging Face style model directory, without torch.
 
 The directory gets config.json, generation_config.json, model.safetensors, the tokenizer, and stored_blocks.safetensors
-if the file has blocks that a CPU multiplies directly. It is written under a temporary name and renamed, so it appears
+if the file has quantized tensors, for CPUs. It is written under a temporary name and renamed, so it appears
 complete or not at all. What cannot be converted faithfully is refused. engine_worker/gguf reads the contents.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 
 from engine_worker.gguf.config import generation_config, model_config
 from engine_worker.gguf.metadata import ConversionError, GgufFile, architecture_of
-from engine_worker.gguf.stored_blocks import write_stored_blocks
 from engine_worker.gguf.tokenizer import tokenizer, tokenizer_config
-from engine_worker.gguf.weights import tensors_of, write_safetensors
+from engine_worker.gguf.weights import tensors_of
+from engine_worker.gguf.writer import write_tensors
 from engine_worker.model.architectures import gguf_family_of, spec_from_json
 
 Report = Callable[[float, str], None]  # progress 0..1, current activity
@@ -55,8 +55,7 @@ def convert(source: Path, target: Path, report: Report) -> None:
         _write_json(work / "tokenizer_config.json", tokenizer_config(file))
         _write_json(work / "config.json", config)
         _write_json(work / "generation_config.json", generation_config(file, config))
-        write_safetensors(tensors, config["torch_dtype"], work / "model.safetensors", report_weights)
-        write_stored_blocks(tensors, work)
+        write_tensors(tensors, config["torch_dtype"], work, report_weights)
         work.rename(target)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)

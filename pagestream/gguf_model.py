@@ -11,7 +11,7 @@ from pagestream.directories import cache_directory
 from pagestream.file_lock import file_lock
 from pagestream.phases import PhaseReport
 
-CONVERTER_VERSION = 3  # increase it when the converter's output for a file changes
+CONVERTER_VERSION = 4  # increase it when the converter's output for a file changes
 _FINGERPRINT_BYTES = 2**20
 _PROGRESS_LINE = re.compile(r"convert +(\d+)% +[\d.]+ s +(.*)")
 

@@ -1,32 +1,62 @@
-"""Write the quantized tensors of a GGUF file unchanged to stored_blocks.safetensors.
+"""Make blocks of 32 numbers with one scale, which a CPU multiplies directly, of a GGUF file's quantized tensors.
 
-Each is [rows, bytes per row] under its Hugging Face name; the metadata hold its type. Only types that a CPU multiplies
-directly are written: blocks of 32 numbers with a scale. model/quantization/stored_blocks.py reads them.
+Q4_0, Q4_1 and Q8_0 are such blocks. Q4_K has a scale and a minimum per 32 numbers, of 6 bits each times a factor of 256
+numbers: multiplied and rounded to float16, they make Q4_1. Numbers of other types are rounded to Q8_0, by at most a
+254th of the largest of 32. Source: ggml-common.h, block_q4_K; ggml-quants.c, get_scale_min_k4().
 """
-
-from pathlib import Path
 
 import gguf
 import numpy as np
-from safetensors.numpy import save_file
+from gguf import GGMLQuantizationType
 
+from engine_worker.gguf.metadata import ConversionError
 from engine_worker.gguf.weights import Tensor, undo_rotary_permutation
-from engine_worker.model.weight_format import STORED_BLOCKS
 
-TYPES = (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q8_0)
-
-
-def write_stored_blocks(tensors: list[Tensor], directory: Path) -> None:
-    """Write the tensors with supported types; without any, no file is written."""
-    kept = [tensor for tensor in tensors if tensor.source.tensor_type in TYPES and len(tensor.shape) == 2]
-    if not kept:
-        return
-    types = {tensor.name: gguf.GGMLQuantizationType(tensor.source.tensor_type).name for tensor in kept}
-    path = directory / STORED_BLOCKS
-    save_file({tensor.name: _rows(tensor) for tensor in kept}, path, metadata=types)
-    path.chmod(0o644)  # save_file() makes 0600
+IN_PLACE = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
+_FLOATS = (
+    GGMLQuantizationType.F64, GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16,
+)  # fmt: skip
+_BLOCK = 32  # numbers
+_Q4_K_BYTES, _Q4_K_SCALES, _Q4_K_QUANTS = 144, 4, 16  # of a block, and before its scales and quants
 
 
-def _rows(tensor: Tensor) -> np.ndarray:
+def block_type(tensor: Tensor) -> GGMLQuantizationType | None:
+    """Return the type of a tensor's blocks, or None if it stays in 16 or 32 bits."""
+    kind = GGMLQuantizationType(tensor.source.tensor_type)
+    if kind in _FLOATS or len(tensor.shape) != 2 or tensor.shape[1] % _BLOCK:
+        return None
+    if kind in IN_PLACE:
+        return kind
+    return GGMLQuantizationType.Q4_1 if kind is GGMLQuantizationType.Q4_K else GGMLQuantizationType.Q8_0
+
+
+def blocks_of(tensor: Tensor, values: np.ndarray) -> np.ndarray:
+    """Return the blocks of a tensor with a block_type(), uint8 [rows, bytes]; `values` are its numbers, float32.
+
+    Raises:
+        ConversionError: If a scale does not fit float16.
+    """
+    kind = GGMLQuantizationType(tensor.source.tensor_type)
+    if kind not in IN_PLACE and kind is not GGMLQuantizationType.Q4_K:
+        return gguf.quantize(np.ascontiguousarray(values), GGMLQuantizationType.Q8_0)
     rows = np.ascontiguousarray(tensor.source.data).reshape(tensor.shape[0], -1)
-    return np.ascontiguousarray(undo_rotary_permutation(rows, tensor.num_heads) if tensor.num_heads else rows)
+    rows = undo_rotary_permutation(rows, tensor.num_heads) if tensor.num_heads else rows
+    return rows if kind in IN_PLACE else _q4_1_of_q4_k(rows, tensor.name)
+
+
+def _q4_1_of_q4_k(rows: np.ndarray, name: str) -> np.ndarray:
+    blocks = rows.reshape(-1, _Q4_K_BYTES)
+    factors = np.ascontiguousarray(blocks[:, :_Q4_K_SCALES]).view(np.float16).astype(np.float32)
+    scales, minima, last = np.split(blocks[:, _Q4_K_SCALES:_Q4_K_QUANTS], 3, axis=1)
+    scales = np.concatenate((scales & 63, last & 15 | scales >> 6 << 4), axis=1) * factors[:, :1]
+    minima = np.concatenate((minima & 63, last >> 4 | minima >> 6 << 4), axis=1) * -factors[:, 1:]
+    with np.errstate(over="ignore"):  # checked below
+        headers = np.stack((scales, minima), axis=2).astype(np.float16)  # [blocks, 8, 2]
+    if not np.isfinite(headers).all():
+        raise ConversionError(f"tensor {name}: a scale of type Q4_K does not fit float16")
+    # 32 bytes have the numbers of two groups, one in the lower half of each byte, one in the upper half.
+    pairs = blocks[:, _Q4_K_QUANTS:].reshape(-1, 4, 1, _BLOCK)
+    quants = np.concatenate((pairs & 15, pairs >> 4), axis=2).reshape(-1, 8, 2, _BLOCK // 2)
+    packed = quants[:, :, 0] | quants[:, :, 1] << 4
+    made: np.ndarray = np.concatenate((headers.view(np.uint8), packed), axis=2).reshape(len(rows), -1)
+    return made

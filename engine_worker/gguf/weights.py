@@ -1,13 +1,9 @@
-"""Write the tensors of a GGUF file as dequantized safetensors under their Hugging Face names.
+"""Find the tensors of a GGUF file by their Hugging Face names, and dequantize them.
 
 The ModelSpec gives the expected tensors, and the package `gguf` llama.cpp's names for them.
 """
 
-import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -17,8 +13,6 @@ from engine_worker.gguf.metadata import ConversionError, GgufFile
 from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors
 from engine_worker.model.spec import ModelSpec
-
-_DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}  # safetensors' name, itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +57,16 @@ def tensors_of(file: GgufFile, spec: ModelSpec, family: GgufFamily) -> list[Tens
     ]
 
 
-def write_safetensors(tensors: list[Tensor], dtype: str, path: Path, report: Callable[[float, str], None]) -> None:
-    """Write one tensor after another, so a conversion needs memory only for the largest tensor.
+def values_of(tensor: Tensor) -> np.ndarray:
+    """Return the numbers of a tensor, float32, in the order of the checkpoint.
 
-    The format is a length, a JSON header and the data; safetensors' own writer needs all tensors in memory.
+    Raises:
+        ConversionError: If its type cannot be dequantized.
     """
-    contents = _table_of_contents(tensors, dtype)
-    header = json.dumps({"__metadata__": {"format": "pt"}, **contents}).encode()
-    header += b" " * (-len(header) % 8)  # the data must be aligned to 8 bytes
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little"))
-        file.write(header)
-        for number, tensor in enumerate(tensors, start=1):
-            file.write(_in_dtype(_values(tensor), dtype).tobytes())
-            if number % 64 == 0 or number == len(tensors):
-                report(number / len(tensors), f"converted {number} of {len(tensors)} tensors")
+    values = _dequantized(tensor.source)
+    if tensor.offset:
+        values = values - np.float32(tensor.offset)
+    return undo_rotary_permutation(values, tensor.num_heads) if tensor.num_heads else values
 
 
 def undo_rotary_permutation(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -85,12 +74,6 @@ def undo_rotary_permutation(rows: np.ndarray, num_heads: int) -> np.ndarray:
     head_dim = rows.shape[0] // num_heads
     pairs = rows.reshape(num_heads, head_dim // 2, 2, -1)
     return pairs.swapaxes(1, 2).reshape(rows.shape)
-
-
-def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """Return the upper 16 bits of finite float32 values, rounded to nearest even as torch does."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _architecture(name: str) -> gguf.MODEL_ARCH:
@@ -108,29 +91,8 @@ def _find(file: GgufFile, table: gguf.TensorNameMap, name: str, shape: tuple[int
     return Tensor(name, shape, source)
 
 
-def _table_of_contents(tensors: list[Tensor], dtype: str) -> Mapping[str, Any]:
-    name, itemsize = _DTYPES[dtype]
-    contents = {}
-    end = 0
-    for tensor in tensors:
-        start, end = end, end + int(tensor.source.n_elements) * itemsize
-        contents[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [start, end]}
-    return contents
-
-
 def _is_norm(tensor: Tensor) -> bool:
     return tensor.source.name.endswith("norm.weight")
-
-
-def _values(tensor: Tensor) -> np.ndarray:
-    values = _dequantized(tensor.source)
-    if tensor.offset:
-        values = values - np.float32(tensor.offset)
-    return undo_rotary_permutation(values, tensor.num_heads) if tensor.num_heads else values
-
-
-def _in_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
-    return to_bfloat16_bits(values) if dtype == "bfloat16" else values.astype(dtype)
 
 
 def _dequantized(tensor: gguf.ReaderTensor) -> np.ndarray:

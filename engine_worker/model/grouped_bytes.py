@@ -1,8 +1,8 @@
 """The size of weights in groups of 32 inputs (quantization/grouped.py), before they are read and without torch.
 
 A linear layer is as large as its blocks; packing (kernels/cpu/linear.py) only reorders them. For stored blocks, the
-file's header is read. A layer whose parts have several formats stays in 16 or 32 bits. The output head is held in
-addition to the weight that it is made from.
+file's header is read. A layer of which a part is not in groups stays in 16 or 32 bits, and parts in several formats
+share the larger one. The output head is held in addition to the weight that it is made from.
 """
 
 import json
@@ -51,9 +51,9 @@ def _linear_layers(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], int]]:
 def _in_groups(names: Sequence[str], halves: int, tensors: Mapping[str, Shape], types: Mapping[str, str]) -> int:
     """Return the bytes of a layer, or 0 if it stays in 16 or 32 bits. Each half is padded to 16 rows."""
     found = {types.get(name, "") for name in names}
-    if len(found) > 1 or not found <= _BLOCK_BYTES.keys():
+    if not found <= _BLOCK_BYTES.keys():
         return 0
-    (block,) = (_BLOCK_BYTES[one] for one in found)
+    block = max(_BLOCK_BYTES[one] for one in found)
     *experts, _, inputs = tensors[names[0]]
     rows = sum(tensors[name][-2] for name in names)
     padded = halves * -(-rows // (halves * OUTPUTS)) * OUTPUTS

@@ -301,7 +301,7 @@ ONLINE = WeightFormat(
 )
 INT8 = WeightFormat(name="int8 in groups of 32, quantized while loading", in_groups=True)
 INT4 = WeightFormat(name="int4 in groups of 32, quantized while loading", in_groups=True, has_4_bits=True)
-AS_STORED = WeightFormat(name="blocks of 4 and 8 bits, as the GGUF file has them", in_groups=True)
+AS_STORED = WeightFormat(name="blocks of 4 and 8 bits of the GGUF file", in_groups=True)
 
 
 def int4_while_loading(group: int) -> WeightFormat:

@@ -158,8 +158,8 @@ class Int4Numbers:
 
 def _joined(spec: LinearSpec, parts: Sequence[GroupedWeight | None]) -> GroupedWeight | None:
     there = [part for part in parts if part is not None]
-    if len(there) < len(parts) or len({part.format for part in there}) > 1:
-        logger.info("%s: kept in 16 bits: its parts do not share one format of groups of 32", spec.names[0])
+    if len(there) < len(parts):
+        logger.info("%s: kept in 16 bits: some of its parts are not in groups of 32", spec.names[0])
         return None
     weight = joined_rows(there)
     return weight if spec.row_order is None else weight.rows(spec.row_order)

@@ -1,4 +1,4 @@
-"""Read stored_blocks.safetensors: a GGUF file's blocks, unchanged (written by gguf/stored_blocks.py).
+"""Read stored_blocks.safetensors: blocks of a GGUF file's tensors (made by gguf/stored_blocks.py).
 
 ggml's blocks of 32 numbers: a float16 scale; in Q4_1 a float16 minimum; then 32 int8, or 16 bytes whose low nibbles are
 the first 16 numbers. Source: ggml-common.h, block_q4_0, block_q4_1, block_q8_0.

@@ -1,7 +1,9 @@
 """Convert GGUF files to model directories: the demo model, and small files written with gguf's own writer."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -13,7 +15,8 @@ from tokenizers import Tokenizer
 
 from engine_worker.convert_gguf import convert, main
 from engine_worker.gguf.metadata import ConversionError
-from engine_worker.gguf.weights import to_bfloat16_bits, undo_rotary_permutation
+from engine_worker.gguf.weights import undo_rotary_permutation
+from engine_worker.gguf.writer import to_bfloat16_bits
 from engine_worker.model.architectures import spec_from_directory
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS, HEAD_DIM = 64, 4, 2, 96, 2, 16
@@ -25,8 +28,17 @@ def permuted_as_llama_cpp_does(weight: np.ndarray, num_heads: int) -> np.ndarray
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(path: Path, architecture: str = "llama", pre: str = "smollm", **extra: np.ndarray) -> dict[str, Any]:
-    """Write a random model; return its tensors with Hugging Face names and row order."""
+def write_gguf(
+    path: Path,
+    architecture: str = "llama",
+    pre: str = "smollm",
+    kinds: Mapping[str, gguf.GGMLQuantizationType] = MappingProxyType({}),
+    **extra: np.ndarray,
+) -> dict[str, Any]:
+    """Write a random model; return its tensors with Hugging Face names and row order.
+
+    `kinds`: types of tensors by their name in a block; others are float32.
+    """
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -48,7 +60,10 @@ def write_gguf(path: Path, architecture: str = "llama", pre: str = "smollm", **e
     def add(gguf_name: str, name: str, *shape: int, heads: int | None = None) -> None:
         values = source.standard_normal(shape).astype(np.float32)
         expected[name] = values
-        writer.add_tensor(gguf_name, permuted_as_llama_cpp_does(values, heads) if heads else values)
+        if kind := kinds.get(gguf_name.split(".")[-2]):
+            writer.add_tensor(gguf_name, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name, permuted_as_llama_cpp_does(values, heads) if heads else values)
 
     add("token_embd.weight", "model.embed_tokens.weight", len(TOKENS), HIDDEN)
     add("output_norm.weight", "model.norm.weight", HIDDEN)

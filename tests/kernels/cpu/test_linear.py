@@ -230,11 +230,18 @@ def test_weights_without_a_scale_are_refused(strange: float, quantize: Callable[
         quantize(torch.tensor([[1.0, strange]]))
 
 
-def test_weights_of_several_formats_are_not_fused() -> None:
-    parts = [random_weight(1, format_, 16, 32) for format_ in GroupFormat]
-    with pytest.raises(ValueError, match="INT8, INT4_ZERO_8, INT4_MINIMUM"):
-        joined_rows(parts)
-    assert len(joined_rows(parts[:1] * 3)) == 48
+def test_weights_of_several_formats_are_joined_in_the_one_that_holds_all() -> None:
+    in_8_bits, symmetric, with_minimum = parts = [random_weight(1, format_, 16, 64) for format_ in GroupFormat]
+    exact = torch.cat([part.values() for part in parts])
+    in_4_bits = joined_rows([symmetric, with_minimum])
+    assert in_4_bits.format is GroupFormat.INT4_MINIMUM and torch.equal(in_4_bits.values(), exact[16:])
+    assert torch.equal(joined_rows([in_8_bits] * 3).values(), exact[:16].repeat(3, 1))
+    joined = joined_rows(parts)
+    largest = exact.unflatten(1, (-1, 32)).abs().amax(2, keepdim=True).expand(-1, -1, 32).flatten(1)
+    assert joined.format is GroupFormat.INT8 and torch.equal(joined.values()[:16], exact[:16])
+    assert ((joined.values() - exact).abs() <= largest / 254 * 1.001).all()  # 1.001: the scale is rounded
+    with pytest.raises(ValueError, match="eight times a scale does not fit float16"):
+        joined_rows([replace(symmetric, scales=symmetric.scales * 0 + 60_000), with_minimum])
 
 
 def test_wrong_kernel_result_on_this_processor_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
