@@ -52,7 +52,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "+" and {type(left), type(right)} == {str, dict}:
-            # Templates of DeepSeek V3 and R1 add a call's arguments to text, as JSON; others read them as an object.
+            # Templates like those of DeepSeek V3 and R1 add a call's arguments to text; most read them as an object.
             left, right = (item if isinstance(item, str) else _to_json(item) for item in (left, right))
         _check_size(operator, left, right)
         return super().call_binop(context, operator, left, right)

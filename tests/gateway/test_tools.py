@@ -166,7 +166,7 @@ def test_template_with_tools_gets_them_as_values(tiny_model_dir: Path) -> None:
 
 
 def test_template_may_add_arguments_to_text(tiny_model_dir: Path) -> None:
-    """As the templates of DeepSeek V3 and R1 do."""
+    """As templates do that are made from those of DeepSeek V3 and R1."""
     source = (
         "{% if tools %}{% for m in messages %}{% for c in m.tool_calls %}"
         "{{ c.type + '<｜tool▁sep｜>' + c.function.name + '\\n```json\\n' + c.function.arguments + '\\n```' }}"
