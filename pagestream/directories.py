@@ -1,5 +1,6 @@
 """Directories for cached and persistent files, from the XDG base directory specification."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -12,6 +13,16 @@ def cache_directory() -> Path:
 def state_directory() -> Path:
     """Return the directory for files that must survive a restart, such as the store's append-only file."""
     return _base("XDG_STATE_HOME", ".local/state") / "pagestream"
+
+
+def point(link: Path, target: Path) -> None:
+    """Point `link` at `target` atomically."""
+    link.parent.mkdir(parents=True, exist_ok=True)
+    new = link.with_name(f".{link.name}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        new.unlink()
+    new.symlink_to(target)
+    new.replace(link)
 
 
 def _base(variable: str, under_home: str) -> Path:

@@ -27,7 +27,7 @@ from pagestream.finding import Finding
 from pagestream.gguf_model import ModelUnavailable
 from pagestream.gpus import visible_gpus
 from pagestream.group_checks import check_group
-from pagestream.hub_model import is_hub_name
+from pagestream.hub_model import hub_model
 from pagestream.installation import HOME, PACKAGES, foreign_packages
 from pagestream.nvlink import nvlinks
 from pagestream.serve_settings import DEMO
@@ -78,7 +78,9 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pagestream doctor", description="Check this machine.")
-    parser.add_argument("--model", default=DEMO, metavar="NAME", help="model directory, .gguf file, ORG/NAME, or demo")
+    parser.add_argument(
+        "--model", default=DEMO, metavar="NAME", help="model directory, .gguf file, ORG/NAME[:TAG], or demo"
+    )
     parser.add_argument(
         "--redis-url", default="", metavar="URL", help="URL of the Redis or Valkey to check; default: the embedded one"
     )
@@ -233,7 +235,7 @@ def _found_at_the_start(model: str, path: Path) -> str:
     """Return what the first start does with `model`; empty if it must be a model directory already."""
     if path.suffix == ".gguf" and path.is_file():
         return f"{path}, will be converted at the first start"
-    if is_hub_name(model) and not path.exists():
+    if not path.exists() and hub_model(model) is not None:
         return f"{model}, will be found in the hub's cache or downloaded at the first start"
     return ""
 

@@ -1,15 +1,16 @@
-"""python -m pagestream.hub_download ORG/NAME REVISION LINK: download a Hugging Face model into the local hub cache.
+"""python -m pagestream.hub_download ORG/NAME REVISION LINK [TAG]: download a model from the Hugging Face hub.
 
-`huggingface_hub` downloads the missing files that serving reads and resumes partial ones. HF_HOME, HF_HUB_CACHE,
-HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and the token of `hf auth login` have their usual meaning. LINK points to the
-snapshot once it is complete. It is a separate process, so that only downloads import the library, and so that
-a download can be stopped at once.
+`huggingface_hub` downloads what is missing in its cache, and resumes partial files: those of a model directory that
+serving reads, or with TAG one GGUF file. HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and the token of
+`hf auth login` have their usual meaning. LINK points to the snapshot or file once it is complete. It is a separate
+process, so that only downloads import the library, and so that a download can be stopped at once.
 """
 
-import contextlib
+import fnmatch
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from huggingface_hub.errors import (
 )
 from tqdm.std import tqdm
 
+from pagestream.directories import point
 from shared.model_files import ModelFilesError, read_json
 
 FILES = (
@@ -31,6 +33,7 @@ FILES = (
     "chat_template.jinja", "chat_template.json", "hf_quant_config.json", "modules.json", "*_Pooling/config.json",
     "model*.safetensors", "model.safetensors.index.json",
 )  # fmt: skip
+_OF_IMAGES = "*mmproj*"  # GGUF files of encoders for images
 _REPORT_SECONDS = 0.5
 _GB = 1e9
 
@@ -60,9 +63,37 @@ class _Progress(tqdm):  # type: ignore[misc]
 
 
 def download(repository: str, revision: str) -> Path:
-    """Download a snapshot and return its folder; raise DownloadError."""
+    """Download a model directory and return it; raise DownloadError."""
+    folder = _snapshot(repository, revision, FILES)
+    _check_whole(folder, repository, revision)
+    return folder
+
+
+def download_gguf(repository: str, revision: str, tag: str) -> Path:
+    """Download the GGUF file whose name ends with `tag`, in any case, and return it; raise DownloadError."""
+    pattern = "*[-._]" + "".join(f"[{one.lower()}{one.upper()}]" if one.isalpha() else one for one in tag) + ".gguf"
+    folder = _snapshot(repository, revision, [pattern])
+    names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+    found = sorted(name for name in fnmatch.filter(names, pattern) if not fnmatch.fnmatch(name, _OF_IMAGES))
+    if len(found) != 1:
+        listed = "no file whose name ends" if not found else f"{len(found)} files ({', '.join(found[:3])}) that end"
+        raise DownloadError(
+            f"{repository} ({revision}) has {listed} with {tag}.gguf; see {constants.ENDPOINT}/{repository}/tree/"
+            f"{revision}. A file in several parts must be joined first"
+        )
+    return folder / found[0]
+
+
+def _snapshot(repository: str, revision: str, patterns: Sequence[str]) -> Path:
+    """Download the files that match and return their folder; raise DownloadError."""
     try:
-        found = snapshot_download(repository, revision=revision, allow_patterns=list(FILES), tqdm_class=_Progress)
+        found = snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=list(patterns),
+            ignore_patterns=[_OF_IMAGES],
+            tqdm_class=_Progress,
+        )
     except GatedRepoError:
         raise DownloadError(
             f"{repository} is gated: accept its terms at {constants.ENDPOINT}/{repository}, then set a token with "
@@ -79,9 +110,7 @@ def download(repository: str, revision: str) -> Path:
         raise DownloadError(_unreachable(repository, revision, error)) from None
     except (HfHubHTTPError, OSError) as error:
         raise DownloadError(f"downloading {repository} from {constants.ENDPOINT} failed: {_line(error)}") from error
-    folder = Path(found)
-    _check_whole(folder, repository, revision)
-    return folder
+    return Path(found)
 
 
 def _unreachable(repository: str, revision: str, error: Exception) -> str:
@@ -106,7 +135,8 @@ def _check_whole(folder: Path, repository: str, revision: str) -> None:
     if missing := sorted(name for name in wanted if not (folder / str(name)).is_file()):
         raise DownloadError(
             f"{repository} ({revision}) lacks {', '.join(missing[:4])}: serving needs safetensors, config.json and "
-            "tokenizer.json; another --revision (`refs/pr/N`) or repository may have them"
+            "tokenizer.json; another --revision (`refs/pr/N`) or repository may have them. ORG/NAME:Q4_K_M is the GGUF "
+            "file whose name ends so"
         )
 
 
@@ -114,20 +144,11 @@ def _line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def point(link: Path, folder: Path) -> None:
-    """Point `link` at `folder` atomically."""
-    link.parent.mkdir(parents=True, exist_ok=True)
-    new = link.with_name(f".{link.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        new.unlink()
-    new.symlink_to(folder)
-    new.replace(link)
-
-
 def main(argv: list[str]) -> int:
-    repository, revision, link = argv
+    repository, revision, link, *tag = argv
     try:
-        point(Path(link), download(repository, revision))
+        found = download_gguf(repository, revision, *tag) if tag else download(repository, revision)
+        point(Path(link), found)
     except (DownloadError, ValueError, OSError) as error:
         print(f"download: {error}", file=sys.stderr)
         return 1

@@ -67,7 +67,7 @@ def parse_gateways(text: str) -> int | None:
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
     model: str = setting(
-        "", help="model directory, .gguf file, ORG/NAME on the Hugging Face hub, or demo; default: demo"
+        "", help="model directory, .gguf file, ORG/NAME[:TAG] on the Hugging Face hub, or demo; default: demo"
     )
     revision: str = setting("main", help="branch, tag or commit of a model on the Hugging Face hub")
     served_model_name: tuple[str, ...] = setting(

@@ -1,6 +1,6 @@
 """The models of one `pagestream serve` with their workers: the model of --model, or those of --models-file.
 
-A model is `demo`, a .gguf file, a directory, or ORG/NAME on the hub.
+A model is `demo`, a .gguf file, a directory, or ORG/NAME[:TAG] on the hub.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from pagestream.demo_model import DEMO_MODEL_NAME, demo_model_directory, prepare_demo_model
 from pagestream.gguf_model import ModelUnavailable, convert_once, converted_directory
-from pagestream.hub_model import DEFAULT_REVISION, hub_directory, is_hub_name, prepare_hub_model
+from pagestream.hub_model import DEFAULT_REVISION, hub_model
 from pagestream.phases import PhaseConsole, PhaseReport
 from pagestream.serve_settings import DEMO, SET_BY_SERVE, ServeSettings
 from shared.models_file import ModelEntry, check_names, read_models
@@ -36,7 +36,7 @@ def find_model(model: str, revision: str = DEFAULT_REVISION) -> ModelSource:
     """Find a model; local files have precedence over the hub.
 
     Args:
-        model: A directory, a .gguf file, ORG/NAME, or `demo`.
+        model: A directory, a .gguf file, ORG/NAME[:TAG], or `demo`.
         revision: Branch, tag, or commit on the hub.
 
     Raises:
@@ -50,11 +50,10 @@ def find_model(model: str, revision: str = DEFAULT_REVISION) -> ModelSource:
         return ModelSource(path.stem, target, lambda report: convert_once(path, target, report))
     if path.is_dir():
         return ModelSource(path.name, path, lambda report: _check_directory(path))
-    if is_hub_name(model) and not path.exists():
-        directory = hub_directory(model, revision)
-        return ModelSource(model, directory, lambda report: prepare_hub_model(model, revision, report))
+    if not path.exists() and (on_hub := hub_model(model, revision)) is not None:
+        return ModelSource(model, on_hub.directory, on_hub.prepare)
     kind = "is not a model directory or .gguf file" if path.exists() else "does not exist"
-    raise ModelUnavailable(f"--model: {model} {kind}; expected a directory, a .gguf file, ORG/NAME, or {DEMO}")
+    raise ModelUnavailable(f"--model: {model} {kind}; expected a directory, a .gguf file, ORG/NAME[:TAG], or {DEMO}")
 
 
 def prepared_directory(model: str, console: PhaseConsole) -> Path:

@@ -122,7 +122,7 @@ complete -c pagestream -n '_shtab_pagestream_using serve' -l max-files-bytes-per
 complete -c pagestream -n '_shtab_pagestream_using serve' -l files-retention-seconds -x -d 'age at which files and ended batches are deleted (default: 2592000.0)'
 complete -c pagestream -n '_shtab_pagestream_using serve' -l max-batch-concurrency -x -d 'maximum batch requests in flight at this gateway (default: 64)'
 complete -c pagestream -n '_shtab_pagestream_using serve' -s h -l help -d 'show this help message and exit'
-complete -c pagestream -n '_shtab_pagestream_using serve' -l model -x -d 'model directory, .gguf file, ORG/NAME on the Hugging Face hub, or demo; default: demo'
+complete -c pagestream -n '_shtab_pagestream_using serve' -l model -x -d 'model directory, .gguf file, ORG/NAME[:TAG] on the Hugging Face hub, or demo; default: demo'
 complete -c pagestream -n '_shtab_pagestream_using serve' -l revision -x -d 'branch, tag or commit of a model on the Hugging Face hub (default: main)'
 complete -c pagestream -n '_shtab_pagestream_using serve' -l served-model-name -x -d 'model name in the API, and aliases; default: the name of the model'
 complete -c pagestream -n '_shtab_pagestream_using serve' -l models-file -xka "(__fish_complete_path (commandline -ct))" -d 'TOML file of several models; replaces --model'
@@ -369,7 +369,7 @@ complete -c pagestream -n '_shtab_pagestream_using queue clear' -l redis-url -x 
 complete -c pagestream -n '_shtab_pagestream_using queue clear' -l store-namespace -x -d 'namespace of the server, if it has one'
 complete -c pagestream -n '_shtab_pagestream_using; and test $_shtab_pagestream_npos -eq 0' -a doctor -d 'Check this machine.'
 complete -c pagestream -n '_shtab_pagestream_using doctor' -s h -l help -d 'show this help message and exit'
-complete -c pagestream -n '_shtab_pagestream_using doctor' -l model -x -d 'model directory, .gguf file, ORG/NAME, or demo'
+complete -c pagestream -n '_shtab_pagestream_using doctor' -l model -x -d 'model directory, .gguf file, ORG/NAME[:TAG], or demo'
 complete -c pagestream -n '_shtab_pagestream_using doctor' -l redis-url -x -d 'URL of the Redis or Valkey to check; default: the embedded one'
 complete -c pagestream -n '_shtab_pagestream_using doctor' -l host -x -d host
 complete -c pagestream -n '_shtab_pagestream_using doctor' -l port -x -d port

@@ -198,7 +198,7 @@ _shtab_pagestream_dlq_show_defaults_added=0
 
 _shtab_pagestream_doctor_options=(
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--model[model directory, .gguf file, ORG\/NAME, or demo]:NAME:"
+  "--model[model directory, .gguf file, ORG\/NAME\[\:TAG\], or demo]:NAME:"
   "--redis-url[URL of the Redis or Valkey to check\; default\: the embedded one]:URL:"
   "--host[host]:host:"
   "--port[port]:port:"
@@ -394,7 +394,7 @@ _shtab_pagestream_serve_options=(
   "--files-retention-seconds[age at which files and ended batches are deleted (default\: 2592000.0)]:SECONDS:"
   "--max-batch-concurrency[maximum batch requests in flight at this gateway (default\: 64)]:N:"
   "(- : *)"{-h,--help}"[show this help message and exit]"
-  "--model[model directory, .gguf file, ORG\/NAME on the Hugging Face hub, or demo\; default\: demo]:NAME:"
+  "--model[model directory, .gguf file, ORG\/NAME\[\:TAG\] on the Hugging Face hub, or demo\; default\: demo]:NAME:"
   "--revision[branch, tag or commit of a model on the Hugging Face hub (default\: main)]:NAME:"
   "--served-model-name[model name in the API, and aliases\; default\: the name of the model]:NAME:"
   "--models-file[TOML file of several models\; replaces --model]:PATH:_files"

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from pagestream.gguf_model import ModelUnavailable
-from pagestream.hub_model import hub_directory, is_hub_name
+from pagestream.hub_model import HubModel, hub_model
 from pagestream.served_models import find_model
+from tests.engine_worker.gguf.test_convert_gguf import write_gguf
 from tests.pagestream.fake_hub import COMMIT, FakeHub, running
 
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
@@ -132,18 +133,45 @@ async def test_unreachable_hub_is_named_in_the_error(offline: bool, monkeypatch:
             await prepare()
 
 
+async def test_gguf_file_is_found_by_the_end_of_its_name_and_converted(hub: FakeHub, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    hub.files |= dict.fromkeys(("tiny-Q4_K_M.gguf", "mmproj-q4_k.gguf", "tiny.gguf"), b"never")
+    hub.files["tiny-q4_k.gguf"] = (tmp_path / "m.gguf").read_bytes()
+    directory, reports = await prepare("org/tiny:Q4_K")
+    assert hub.downloads() == ["tiny-q4_k.gguf"]
+    assert json.loads((directory / "config.json").read_text())["model_type"] == "llama"
+    assert reports[0] == ("download", 0.0) and reports[-1] == ("convert", 1.0)
+    hub.asked.clear()
+    assert (await prepare("org/tiny:Q4_K"))[0].resolve() == directory.resolve() and hub.downloads() == []
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["tiny-Q8_0.gguf", "tiny-Q4_K_M-00001-of-00002.gguf"], "no file whose name ends with Q4_K_M.gguf"),
+        (["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"], r"2 files \(a-Q4_K_M.gguf, b-Q4_K_M.gguf\) that end with"),
+    ],
+)
+async def test_gguf_files_that_are_not_one_are_refused(hub: FakeHub, names: list[str], problem: str) -> None:
+    hub.files |= dict.fromkeys(names, b"x")
+    with pytest.raises(ModelUnavailable, match=rf"org/tiny \(main\) has {problem}"):
+        await prepare("org/tiny:Q4_K_M")
+
+
 def test_local_directory_precedes_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert find_model("org/tiny").directory == hub_directory("org/tiny", "main")
+    assert find_model("org/tiny").directory == HubModel("org/tiny", "", "main").directory
     (tmp_path / "org" / "tiny").mkdir(parents=True)
     assert find_model("org/tiny").directory == tmp_path / "org" / "tiny"
 
 
-@pytest.mark.parametrize("name", ["/abs/dir", "./a/b", "../a/b", "a/b/c", "name", "a/", "a b/c", "a/..", "-a/b"])
+@pytest.mark.parametrize(
+    "name", ["/abs/dir", "./a/b", "../a/b", "a/b/c", "name", "a/", "a b/c", "a/..", "-a/b", "a/b:", "a/b:*"]
+)
 def test_invalid_hub_name_is_refused(name: str) -> None:
-    assert not is_hub_name(name)
+    assert hub_model(name) is None
 
 
 def test_revisions_have_separate_directories() -> None:
-    places = {hub_directory("a/b", revision) for revision in ("main", "refs/pr/1", "v1.0")}
+    places = {HubModel("a/b", "", revision).directory for revision in ("main", "refs/pr/1", "v1.0")}
     assert len(places) == 3 and all(place.parent.name == "models" for place in places)
