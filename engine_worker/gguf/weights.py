@@ -97,7 +97,8 @@ def _is_norm(tensor: Tensor) -> bool:
 
 def _dequantized(tensor: gguf.ReaderTensor) -> np.ndarray:
     try:
-        return gguf.dequantize(tensor.data, tensor.tensor_type)
+        # As a plain array: gguf takes thousands of views, each of which memmap makes slowly.
+        return gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type)
     except NotImplementedError:
         kind = gguf.GGMLQuantizationType(tensor.tensor_type).name
         raise ConversionError(f"tensor {tensor.name}: type {kind} cannot be dequantized") from None

@@ -19,6 +19,7 @@ from engine_worker.gguf.weights import Tensor, values_of
 from engine_worker.model.weight_format import STORED_BLOCKS
 
 _DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}  # safetensors' name, itemsize
+_AT_ONCE = 2**18  # numbers: their intermediate results stay in a cache, which takes a tenth of the time
 _Entry = tuple[str, str, Sequence[int], int]  # name, dtype, shape, bytes
 
 
@@ -51,8 +52,12 @@ def write_tensors(tensors: Sequence[Tensor], dtype: str, directory: Path, report
 
 def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
     """Return the upper 16 bits of finite float32 values, rounded to nearest even as torch does."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    all_bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).reshape(-1)
+    found = np.empty(all_bits.shape, np.uint16)
+    for start in range(0, len(all_bits), _AT_ONCE):
+        bits = all_bits[start : start + _AT_ONCE]
+        found[start : start + _AT_ONCE] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return found.reshape(values.shape)
 
 
 def _changed(tensors: Sequence[Tensor], types: Mapping[str, gguf.GGMLQuantizationType]) -> str:
