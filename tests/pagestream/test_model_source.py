@@ -9,7 +9,7 @@ import pytest
 from pagestream import demo_model, gguf_model
 from pagestream.child_process import ChildCommand
 from pagestream.demo_model import demo_model_directory
-from pagestream.gguf_model import ModelUnavailable, convert_once, converted_directory
+from pagestream.gguf_model import CONVERTER_VERSION, ModelUnavailable, convert_once, converted_directory
 from pagestream.served_models import find_model
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,11 @@ def silent(phase: str, progress: float, detail: str) -> None: ...
 def test_demo_directory_is_known_before_it_exists(cache: Path) -> None:
     source = find_model("demo")
     assert source.name == "SmolLM2-135M-Instruct"
-    assert source.directory == demo_model_directory() == cache / "models" / "SmolLM2-135M-Instruct-0.1.2-3"
+    assert (
+        source.directory
+        == demo_model_directory()
+        == cache / "models" / f"SmolLM2-135M-Instruct-0.1.2-{CONVERTER_VERSION}"
+    )
 
 
 async def test_directory_is_used_unchanged(tmp_path: Path) -> None:
