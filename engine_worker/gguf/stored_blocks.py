@@ -37,11 +37,16 @@ def blocks_of(tensor: Tensor, values: np.ndarray) -> np.ndarray:
         ConversionError: If a scale does not fit float16.
     """
     kind = GGMLQuantizationType(tensor.source.tensor_type)
-    if kind not in IN_PLACE and kind is not GGMLQuantizationType.Q4_K:
-        return gguf.quantize(np.ascontiguousarray(values), GGMLQuantizationType.Q8_0)
+    if kind in IN_PLACE:
+        return _stored_rows(tensor)
+    if kind is GGMLQuantizationType.Q4_K:
+        return _q4_1_of_q4_k(_stored_rows(tensor), tensor.name)
+    return gguf.quantize(np.ascontiguousarray(values), GGMLQuantizationType.Q8_0)
+
+
+def _stored_rows(tensor: Tensor) -> np.ndarray:
     rows = np.ascontiguousarray(tensor.source.data).reshape(tensor.shape[0], -1)
-    rows = undo_rotary_permutation(rows, tensor.num_heads) if tensor.num_heads else rows
-    return rows if kind in IN_PLACE else _q4_1_of_q4_k(rows, tensor.name)
+    return undo_rotary_permutation(rows, tensor.num_heads) if tensor.num_heads else rows
 
 
 def _q4_1_of_q4_k(rows: np.ndarray, name: str) -> np.ndarray:

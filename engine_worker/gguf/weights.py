@@ -97,7 +97,7 @@ def _is_norm(tensor: Tensor) -> bool:
 
 def _dequantized(tensor: gguf.ReaderTensor) -> np.ndarray:
     try:
-        # As a plain array: gguf takes thousands of views, each of which memmap makes slowly.
+        # A plain array, because gguf makes thousands of views of it, and a view of a memmap takes longer.
         return gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type)
     except NotImplementedError:
         kind = gguf.GGMLQuantizationType(tensor.tensor_type).name

@@ -16,7 +16,7 @@ from engine_worker.estimate import main as estimate_main
 from engine_worker.execution.load.load import load_model_runner
 from engine_worker.execution.load.load_replica import load_plan
 from engine_worker.execution.settings import ExecutionSettings
-from engine_worker.gguf.stored_blocks import IN_PLACE as TYPES
+from engine_worker.gguf.stored_blocks import IN_PLACE
 from engine_worker.model.checkpoint import SINGLE
 from engine_worker.model.devices import check_quantization
 from engine_worker.model.implementation import blueprint_from_directory
@@ -46,7 +46,7 @@ def has_library() -> bool:
 needs_library = pytest.mark.skipif(not has_library(), reason="no C++ kernels here: `python -m kernels.cpu` says why")
 
 
-@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("type_", IN_PLACE)
 def test_gguf_blocks_are_dequantized_as_gguf_does(type_: gguf.GGMLQuantizationType, tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((5, 96)).astype(np.float32)
     blocks = gguf.quantize(values, type_)
@@ -79,10 +79,10 @@ def directory(tmp_path: Path) -> Path:
     types = {}
     for index in range(spec.num_layers):
         for name in ("q", "k", "v", "o"):
-            types[f"model.layers.{index}.self_attn.{name}_proj.weight"] = TYPES[1]
+            types[f"model.layers.{index}.self_attn.{name}_proj.weight"] = IN_PLACE[1]
         for name in ("gate", "up", "down"):
-            types[f"model.layers.{index}.mlp.{name}_proj.weight"] = TYPES[index % 2 * 2]
-    write_stored_blocks(made, types | {"model.embed_tokens.weight": TYPES[2]})
+            types[f"model.layers.{index}.mlp.{name}_proj.weight"] = IN_PLACE[index % 2 * 2]
+    write_stored_blocks(made, types | {"model.embed_tokens.weight": IN_PLACE[2]})
     return made
 
 
@@ -124,7 +124,7 @@ def test_model_in_4_bits_has_similar_logits(directory: Path) -> None:
 @needs_library
 def test_layers_with_a_part_outside_groups_stay_in_16_bits(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="worker")
-    write_stored_blocks(directory, {"model.layers.0.self_attn.q_proj.weight": TYPES[0]})
+    write_stored_blocks(directory, {"model.layers.0.self_attn.q_proj.weight": IN_PLACE[0]})
     exact, stored = logits_of(directory, "none"), logits_of(directory, "as-stored")
     torch.testing.assert_close(exact, stored)
     assert "model.embed_tokens.weight: kept in 16 bits: not stored in 4 or 8 bits" in caplog.messages
@@ -137,7 +137,7 @@ def test_layers_with_a_part_outside_groups_stay_in_16_bits(directory: Path, capl
 def test_parts_in_several_formats_share_one(directory: Path) -> None:
     """Files of Q4_K_M have queries and keys in 4 bits beside values in 8."""
     projections = {f"model.layers.{layer}.self_attn.{name}_proj.weight": name for layer in range(3) for name in "qkvo"}
-    types = {name: TYPES["qkv".find(projection)] for name, projection in projections.items()}
+    types = {name: IN_PLACE["qkv".find(projection)] for name, projection in projections.items()}
     write_stored_blocks(directory, types)
     exact, stored = logits_of(directory, "none"), logits_of(directory, "as-stored")
     assert float((exact - stored).std()) < 0.1 * float(exact.std())  # as in 8 bits
