@@ -21,7 +21,7 @@ from gateway.metrics import DeliveryCollector, ModelMetrics
 from gateway.settings import GENERATION_CONFIGS, REASONING_PARSERS, TASKS, TOOL_CALL_PARSERS, GatewaySettings
 from gateway.store.acceptance import share_of
 from gateway.store.inference_client import InferenceClient
-from gateway.text.served_model import ModelLimits, ServedModel, check_chat_template, is_complete, load_served_model
+from gateway.text.served_model import ModelLimits, ServedModel, is_complete, load_served_model, read_chat_template
 from gateway.work.background import BackgroundWork
 from gateway.work.loop_scheduler import LoopScheduler
 from shared.messages import max_beam_width
@@ -87,7 +87,7 @@ def _template_file(of_entry: str | None, of_all: Path | None) -> Path | None:
     path = of_all if of_entry is None else Path(of_entry)
     try:
         if path is not None:
-            check_chat_template(path)
+            read_chat_template(path)
     except ModelFilesError as error:
         raise SettingsError(f"--chat-template {error}") from error
     return path

@@ -114,6 +114,7 @@ _FILES = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "chat_template.jinja",
     _PROCESSOR_TEMPLATE,
     "model.safetensors.index.json",
 )
@@ -205,8 +206,7 @@ def load_served_model(
     max_model_len = checked_max_model_len(max_model_len, own_max_model_len)
     tokenizer_file = directory / "tokenizer_config.json"
     tokenizer_config = read_json(tokenizer_file) if tokenizer_file.is_file() else {}
-    own_template = chat_template or directory / "chat_template.jinja"
-    source = _template_source(own_template, directory, tokenizer_config)
+    source = read_chat_template(chat_template) if chat_template else _template_source(directory, tokenizer_config)
     encoder = _encoder(directory, tokenizer_config, source)
     return ServedModel(
         encoder=encoder,
@@ -215,17 +215,17 @@ def load_served_model(
         vocab_size=vocab_size,
         hidden_size=int(files.config.get("hidden_size") or 0),
         answers=_answers(files.config.get("classifier_from_token", ["no", "yes"])),
-        fingerprint=_fingerprint([*(directory / name for name in _FILES), own_template]),
+        fingerprint=_fingerprint([*(directory / name for name in _FILES), *([chat_template] if chat_template else [])]),
         tokenizer_info=tokenizer_info(tokenizer_config, encoder.tokenizer, source),
         defaults=generation_defaults(generation_config, files.generation),
         loaded_from=LoadedFrom(directory, max_model_len, generation_config, chat_template),
     )
 
 
-def check_chat_template(path: Path) -> None:
-    """Raise ModelFilesError if a file cannot be read or is no template."""
+def read_chat_template(path: Path) -> str:
+    """Return a template; raise ModelFilesError if the file cannot be read or is none."""
     try:
-        ChatTemplate(path.read_text(encoding="utf-8"), {})
+        return ChatTemplate(path.read_text(encoding="utf-8"), {}).source
     except OSError as error:
         raise ModelFilesError(f"{path}: {error.strerror}") from error
     except (ValueError, jinja2.TemplateError) as error:
@@ -262,7 +262,8 @@ def _fingerprint(files: Iterable[Path]) -> str:
     return f"fp_{digest.hexdigest()[:10]}"
 
 
-def _template_source(own_file: Path, directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
+def _template_source(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
+    own_file = directory / "chat_template.jinja"
     if own_file.is_file():
         return own_file.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")

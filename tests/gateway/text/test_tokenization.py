@@ -211,6 +211,9 @@ def test_faulty_model_directory_is_refused(tiny_model_dir: Path, tmp_path: Path)
     assert chosen.fingerprint != model.fingerprint
     for loaded in (chosen, pickle.loads(pickle.dumps(chosen))):
         assert loaded.encoder.decode(chat(loaded.encoder, "x")) == "from option"
+    (tmp_path / "own.jinja").unlink()
+    with pytest.raises(ModelFilesError, match=r"own\.jinja: No such file"):
+        load_served_model(tmp_path, chat_template=tmp_path / "own.jinja")
 
 
 def byte_encoder(template: str, *, normalized: bool = False, beginning: bool = False) -> PromptEncoder:
