@@ -1,5 +1,7 @@
 """A Gated DeltaNet layer with its linear layers: a mixer of a layer."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from engine_worker.model.specs.gated_delta import GatedDeltaSpec
 from engine_worker.model.specs.part import Role
 from kernels.recurrent.batch import StateHeads, StateRates
 from kernels.scaled import plain_rows
+from kernels.side_stream import side_by_side
 
 
 class GatedDelta:
@@ -24,8 +27,11 @@ class GatedDelta:
 
     def __call__(self, step: DeviceStep, x: Input, rows: Tensor | None = None) -> Tensor:
         """Update the states with all rows of x [T, H] and return the outputs [N, H] of `rows`, or of all."""
-        gates = self._gates(plain_rows(x) if self.reads_plain else x)
-        mixed = step.recurrent.gated_delta(self._enter(x), gates, self._weights, self._layer)
+        of_gates = plain_rows(x) if self.reads_plain else x
+        entered, gates = side_by_side(
+            partial(self._enter, x), partial(self._gates, of_gates), self._weights.conv.device
+        )
+        mixed = step.recurrent.gated_delta(entered, gates, self._weights, self._layer)
         return self._leave(mixed if rows is None else mixed[rows])
 
 
