@@ -5,6 +5,7 @@ activation row and per 128 x 128 block of a weight.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -13,6 +14,14 @@ from kernels.fp8_kv import E4M3, E4M3_MAX
 
 GROUP = 128  # elements of K, and weight rows, per scale
 TINY = 1e-12  # smallest scale, because 0 / 0 is NaN
+
+
+class Scaling(StrEnum):
+    """How a linear layer's inputs are quantized."""
+
+    NONE = "none"  # not quantized
+    ROWS = "rows"
+    GROUPS = "groups"  # one scale per 128 elements of a row
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from engine_worker.model.quantization.fp8_cuda import Fp8Linear
 from engine_worker.model.specs.mlp import SILU
 from kernels.fp8_kv import E4M3_MAX
 from kernels.fp8_quantize import quantize_groups, quantize_rows
+from kernels.recurrent.output_gates import gated_rms_norm, multiply_sigmoid, rms_norm_of_gated
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized
-from kernels.scaled import GROUP, Scaled, quantize_groups_reference, quantize_rows_reference
+from kernels.scaled import GROUP, Scaled, Scaling, quantize_groups_reference, quantize_rows_reference
 from kernels.silu_and_mul import silu_and_mul, silu_and_mul_quantized, silu_and_mul_reference
 
 # Outputs, inputs, is gated: two 8B models, a smaller one, one on two GPUs, and a K of five groups.
@@ -104,10 +105,27 @@ def check_quantizers(num_rows: int, width: int) -> Check:
             errors.append(measure_error(found.exact_rows(), x.double(), 2**-4))
             fused, added = add_rms_norm_quantized(x, residual, weight, 1e-5, is_grouped)
             errors += [_same(fused, kernel(normed)), same_bits(added, new_residual)]
+            errors += _gates(x, residual, weight.float(), Scaling.GROUPS if is_grouped else Scaling.ROWS)
         gate_up = random(num_rows, 2 * width)
         return [*errors, _same(silu_and_mul_quantized(gate_up), quantize_rows(silu_and_mul(gate_up)))]
 
     return check
+
+
+def _gates(x: Tensor, gate: Tensor, weight: Tensor, scaling: Scaling) -> list[Error]:
+    """Compare the gates of a mixer's outputs that quantize with quantizers of the plain ones."""
+    quantize, head = quantize_groups if scaling is Scaling.GROUPS else quantize_rows, weight[:GROUP]
+    pairs = (
+        (gated_rms_norm(x, gate, head, 1e-5, scaling), gated_rms_norm(x, gate, head, 1e-5)),
+        (rms_norm_of_gated(x, gate, weight, 1e-5, 1, scaling), rms_norm_of_gated(x, gate, weight, 1e-5, 1)),
+        (multiply_sigmoid(x.clone(), gate, scaling), multiply_sigmoid(x.clone(), gate)),
+    )
+    return [_same(_scaled(fused), quantize(_tensor(plain))) for fused, plain in pairs]
+
+
+def _scaled(output: Input) -> Scaled:
+    assert isinstance(output, Scaled), "the output must be quantized"
+    return output
 
 
 def _tensor(output: Input) -> Tensor:

@@ -13,7 +13,7 @@ from engine_worker.kv.layout import Place
 from engine_worker.model.compiled_attention import CompiledAttention
 from engine_worker.model.convolutions import ConvolutionPlan
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
-from engine_worker.model.linear import Scaling
+from engine_worker.model.linear import Input
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.recurrent import RecurrentPlan
 from engine_worker.model.spec import ModelShape
@@ -23,7 +23,7 @@ from kernels.cpu.library import cpu_library
 from kernels.cpu.recurrent import CompiledRecurrent
 from kernels.cpu.step import StepKernels
 from kernels.fp8_kv import KVScales
-from kernels.scaled import Scaled
+from kernels.scaled import Scaled, Scaling
 
 
 def step_kernels(shape: ModelShape, dtype: torch.dtype, kv_dtype: torch.dtype) -> StepKernels:
@@ -72,8 +72,8 @@ class CompiledStep:
     def convolutions(self) -> ConvolutionPlan:
         return ConvolutionPlan(self._attention.kv_pool, self._attention.places, self._input)
 
-    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
-        return self._recurrent.multiply_sigmoid(x, gate)
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor, scaling: Scaling) -> Input:
+        return self._recurrent.multiply_sigmoid(x, gate, scaling)
 
     @cached_property
     def recurrent(self) -> RecurrentPlan:

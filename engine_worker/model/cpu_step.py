@@ -14,7 +14,7 @@ from engine_worker.kv.layout import Place
 from engine_worker.model.convolutions import ConvolutionPlan
 from engine_worker.model.cpu_attention import CpuAttention
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
-from engine_worker.model.linear import Scaling
+from engine_worker.model.linear import Input
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.recurrent import RecurrentPlan
 from engine_worker.model.spec import ModelShape
@@ -22,7 +22,7 @@ from engine_worker.model.specs.attention import QkNorm
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import KVScales
 from kernels.recurrent.reference import TorchRecurrent
-from kernels.scaled import Scaled
+from kernels.scaled import Scaled, Scaling
 
 
 class CpuDevice:
@@ -79,8 +79,8 @@ class CpuStep:
         attention = self._device.attention
         return ConvolutionPlan(attention.kv_pool, attention.groups.places, self._input)
 
-    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
-        return self._device.recurrent.multiply_sigmoid(x, gate)
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor, scaling: Scaling) -> Input:
+        return self._device.recurrent.multiply_sigmoid(x, gate, scaling)
 
     @cached_property
     def recurrent(self) -> RecurrentPlan:

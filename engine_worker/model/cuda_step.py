@@ -10,7 +10,7 @@ from engine_worker.kv.layout import Place
 from engine_worker.model.cuda_attention import CudaAttention
 from engine_worker.model.cuda_convolutions import CudaConvolutions
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
-from engine_worker.model.linear import Scaling
+from engine_worker.model.linear import Input
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.recurrent import RecurrentPlan
 from engine_worker.model.spec import ModelShape
@@ -20,7 +20,7 @@ from kernels.fp8_kv import KVScales
 from kernels.recurrent.triton_kernels import TritonRecurrent
 from kernels.rms_norm import add_rms_norm, add_rms_norm_quantized, rms_norm
 from kernels.rotary_embedding import QkNorms, RotaryInput, rotate_and_store
-from kernels.scaled import Scaled
+from kernels.scaled import Scaled, Scaling
 
 
 class CudaDevice:
@@ -58,8 +58,8 @@ class CudaStep:
         attention = self._device.attention
         return CudaConvolutions(attention.kv_pool, attention.groups.places, self._input)
 
-    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
-        return self._device.recurrent.multiply_sigmoid(x, gate)
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor, scaling: Scaling) -> Input:
+        return self._device.recurrent.multiply_sigmoid(x, gate, scaling)
 
     @cached_property
     def recurrent(self) -> RecurrentPlan:

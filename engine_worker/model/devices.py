@@ -13,13 +13,13 @@ from torch import Tensor
 from engine_worker.kv.layout import ITEMSIZES, Place
 from engine_worker.model.convolutions import Convolutions
 from engine_worker.model.layers import AttentionWeights, NormWeight
-from engine_worker.model.linear import Scaling
+from engine_worker.model.linear import Input
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.recurrent import RecurrentPlan
 from engine_worker.model.spec import ModelShape, has_convolutions
 from kernels.attention.score_rules import NO_RULES, ScoreRules
 from kernels.fp8_kv import E4M3, UNIT_SCALES, KVScales
-from kernels.scaled import Scaled
+from kernels.scaled import Scaled, Scaling
 
 logger = logging.getLogger("worker")
 
@@ -50,8 +50,8 @@ class DeviceStep(Protocol):
         self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
     ) -> Tensor: ...
 
-    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Return x [T, N] times the sigmoid of gate [T, N]; x may be overwritten."""
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor, scaling: Scaling) -> Input:
+        """Return x [T, N] times the sigmoid of gate [T, N], quantized by `scaling`; x may be overwritten."""
 
     @property
     def convolutions(self) -> Convolutions:

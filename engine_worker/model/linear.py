@@ -16,7 +16,7 @@ from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.specs.names import ExpertNames
 from engine_worker.model.specs.part import Role
 from engine_worker.model.weights import WeightSource
-from kernels.scaled import Scaled
+from kernels.scaled import Scaled, Scaling
 
 NOTHING_QUANTIZED = "this layer does not take quantized inputs"
 Input = Tensor | Scaled  # plain, or quantized as the layer requires
@@ -27,14 +27,6 @@ class Split(StrEnum):
 
     OUTPUTS = "outputs"
     INPUTS = "inputs"  # the output is a sum over ranks
-
-
-class Scaling(StrEnum):
-    """How a layer's inputs are quantized."""
-
-    NONE = "none"  # not quantized
-    ROWS = "rows"
-    GROUPS = "groups"  # one scale per 128 elements of a row
 
 
 SPLITS = {

@@ -19,7 +19,7 @@ from engine_worker.kv.layout import Place
 from engine_worker.model.devices import Device, DeviceStep, attach_device
 from engine_worker.model.kv_scales import read_kv_scales
 from engine_worker.model.layers import NormWeight, RotaryTable
-from engine_worker.model.linear import Input, LinearMethod, Scaling
+from engine_worker.model.linear import Input, LinearMethod
 from engine_worker.model.model_input import ModelInput
 from engine_worker.model.norm_of_sum import NormShapes, add_norm, add_norm_quantized, takes_sums
 from engine_worker.model.parts.attention import Attention
@@ -32,6 +32,7 @@ from engine_worker.model.specs.attention import RopeSpec
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
 from engine_worker.model.weights import WeightSource
 from kernels.fp8_kv import UNIT_SCALES
+from kernels.scaled import Scaling
 
 Module = TypeVar("Module")
 

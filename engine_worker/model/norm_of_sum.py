@@ -10,11 +10,10 @@ from torch import Tensor
 
 from engine_worker.model.devices import DeviceStep
 from engine_worker.model.layers import NormShape, NormWeight
-from engine_worker.model.linear import Scaling
 from engine_worker.model.peer_sums import PeerNorm
 from engine_worker.model.spec import LayerSpec
 from engine_worker.model.tensor_parallel import TensorParallel
-from kernels.scaled import Scaled
+from kernels.scaled import Scaled, Scaling
 
 
 class NormOfSum(NormWeight):

@@ -18,13 +18,13 @@ from engine_worker.model.linear import (
     Linear,
     LinearMethod,
     LinearSpec,
-    Scaling,
     Split,
 )
 from engine_worker.model.sharding import padded_head_rows
 from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.tensor_parallel import TensorParallel
 from engine_worker.model.weights import WeightSource
+from kernels.scaled import Scaling
 
 
 class ReducedOver:

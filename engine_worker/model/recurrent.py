@@ -4,9 +4,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from engine_worker.model.linear import Input
 from engine_worker.model.model_input import ModelInput
 from kernels.recurrent.batch import PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.operators import RecurrentOperators
+from kernels.scaled import Scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,15 @@ class RecurrentPlan:
             drafts=None if drafted is None else drafted.states,
         )
 
-    def gated_delta(self, qkvz: Tensor, gates: Tensor, weights: GatedDeltaWeights, layer: int) -> Tensor:
+    def gated_delta(
+        self,
+        qkvz: Tensor,
+        gates: Tensor,
+        weights: GatedDeltaWeights,
+        layer: int,
+        scaling: Scaling,
+        rows: Tensor | None = None,
+    ) -> Input:
         """Mix the tokens of each sequence, and update the states of recurrent layer number `layer`.
 
         Args:
@@ -76,9 +86,11 @@ class RecurrentPlan:
             gates: [T, 2 * num_heads], beta, then the step.
             weights: Of the layer.
             layer: Its place in the state pool.
+            scaling: How the outputs are quantized.
+            rows: Tokens of which outputs are wanted; None: all.
 
         Returns:
-            [T, value_size], normed and gated.
+            [N, value_size], normed and gated.
         """
         heads, batch, operators, channels = weights.heads, self._batch, self._operators, weights.conv.shape[1]
         layer_states = self._states_of(layer, heads, weights.conv, gates.shape[1])
@@ -87,18 +99,23 @@ class RecurrentPlan:
             qkv, gates, weights.rates, layer_states.of_heads, heads, batch, layer_states.pending
         )
         self._keep(layer_states, qkvz[:, :channels], qkv, gates)
-        return operators.gated_rms_norm(mixed, qkvz[:, channels:], weights.norm, weights.eps)
+        mixed, gate = _of_rows(rows, mixed, qkvz[:, channels:])
+        return operators.gated_rms_norm(mixed, gate, weights.norm, weights.eps, scaling)
 
-    def state_space(self, entered: Tensor, weights: StateSpaceWeights, layer: int) -> Tensor:
+    def state_space(
+        self, entered: Tensor, weights: StateSpaceWeights, layer: int, scaling: Scaling, rows: Tensor | None = None
+    ) -> Input:
         """Mix the tokens of each sequence, and update the states of recurrent layer number `layer`.
 
         Args:
             entered: [T, channels + value_size + num_heads], the inputs of the convolution, z, and dt.
             weights: Of the layer.
             layer: Its place in the state pool.
+            scaling: How the outputs are quantized.
+            rows: Tokens of which outputs are wanted; None: all.
 
         Returns:
-            [T, value_size], gated and normed.
+            [N, value_size], gated and normed.
         """
         heads, batch, operators = weights.heads, self._batch, self._operators
         channels, gate, step = entered.split((weights.conv.shape[1], heads.value_size, heads.num_heads), dim=1)
@@ -108,7 +125,8 @@ class RecurrentPlan:
             qkv, step, weights.rates, weights.skip, layer_states.of_heads, heads, batch, layer_states.pending
         )
         self._keep(layer_states, channels, qkv, step)
-        return operators.rms_norm_of_gated(mixed, gate, weights.norm, weights.eps, heads.num_key_heads)
+        mixed, gate = _of_rows(rows, mixed, gate)
+        return operators.rms_norm_of_gated(mixed, gate, weights.norm, weights.eps, heads.num_key_heads, scaling)
 
     def _states_of(self, layer: int, heads: StateHeads, conv: Tensor, num_gates: int) -> "_LayerStates":
         """Return the layer's part of the pool, for a convolution with these weights."""
@@ -133,6 +151,10 @@ class RecurrentPlan:
         new_inputs = states.inputs[:, -self._most_kept :]
         for rows, kept in ((x, new_inputs), (qkv, states.pending.qkv), (gates, states.pending.gates)):
             self._operators.keep_inputs(rows, kept, self._batch)
+
+
+def _of_rows(rows: Tensor | None, mixed: Tensor, gate: Tensor) -> tuple[Tensor, Tensor]:
+    return (mixed, gate) if rows is None else (mixed[rows], gate[rows])
 
 
 @dataclass(frozen=True, slots=True)

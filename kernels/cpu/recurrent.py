@@ -10,6 +10,7 @@ from kernels.cpu.library import CpuLibrary, InstructionSet, num_threads
 from kernels.cpu.step import DTYPES, SUFFIXES
 from kernels.recurrent.batch import DraftedStates, PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.reference import TorchRecurrent
+from kernels.scaled import Scaling
 
 MAX_DIM = 512  # of a key or value, csrc/recurrent.h
 
@@ -139,10 +140,16 @@ class CompiledRecurrent:
 
     keep_inputs = TorchRecurrent.keep_inputs  # a few rows
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, scaling: Scaling = Scaling.NONE
+    ) -> Tensor:
+        assert scaling is Scaling.NONE
         return self._norm(self._gated_rms_norm, x, gate, weight, eps, x.shape[1] // len(weight))
 
-    def rms_norm_of_gated(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
+    def rms_norm_of_gated(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, scaling: Scaling = Scaling.NONE
+    ) -> Tensor:
+        assert scaling is Scaling.NONE
         return self._norm(self._rms_norm_of_gated, x, gate, weight, eps, num_groups)
 
     def _norm(self, function: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_parts: int) -> Tensor:
@@ -155,7 +162,8 @@ class CompiledRecurrent:
         )  # fmt: skip
         return out
 
-    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor, scaling: Scaling = Scaling.NONE) -> Tensor:
+        assert scaling is Scaling.NONE
         assert x.is_contiguous() and gate.stride(1) == 1 and x.dtype == gate.dtype == self._dtype
         self._multiply_sigmoid(
             x.data_ptr(), gate.data_ptr(), gate.stride(0), *x.shape, num_threads(), self._type

@@ -5,10 +5,14 @@ from typing import Protocol
 from torch import Tensor
 
 from kernels.recurrent.batch import PendingInputs, RecurrentBatch, StateHeads, StateRates
+from kernels.scaled import Scaled, Scaling
 
 
 class RecurrentOperators(Protocol):
-    """Operators over the tokens [T] of a step; each output depends on its own sequence only."""
+    """Operators over the tokens [T] of a step; each output depends on its own sequence only.
+
+    The last three may quantize their results for the next linear layer; on a CPU none does.
+    """
 
     def causal_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: RecurrentBatch
@@ -88,14 +92,18 @@ class RecurrentOperators(Protocol):
             batch: The sequences.
         """
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, scaling: Scaling = Scaling.NONE
+    ) -> Tensor | Scaled:
         """Norm each head of x [T, H * D] by weight [D] float32, times SiLU of gate [T, H * D], which may be strided."""
 
-    def rms_norm_of_gated(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
+    def rms_norm_of_gated(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, scaling: Scaling = Scaling.NONE
+    ) -> Tensor | Scaled:
         """Norm x [T, N] times SiLU of gate [T, N], which may be strided.
 
         Each of `num_groups` parts of a row is normed alone; weight is [N] float32.
         """
 
-    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor, scaling: Scaling = Scaling.NONE) -> Tensor | Scaled:
         """Return x [T, N] times the sigmoid of gate [T, N], which may be strided; x may be overwritten."""

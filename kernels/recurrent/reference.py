@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.recurrent.batch import PendingInputs, RecurrentBatch, StateHeads, StateRates
+from kernels.scaled import Scaling
 
 L2_EPS = 1e-6  # of queries and keys, as in fla-core
 
@@ -88,19 +89,26 @@ class TorchRecurrent:
 
         return _run(qkv, step, states, batch, pending, terms, advance)
 
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def gated_rms_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, scaling: Scaling = Scaling.NONE
+    ) -> Tensor:
+        assert scaling is Scaling.NONE
         exact = x.to(weight.dtype).unflatten(1, (-1, len(weight)))
         normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps) * weight
         gated: Tensor = normed.flatten(1) * F.silu(gate.to(weight.dtype))
         return gated.to(x.dtype)
 
-    def rms_norm_of_gated(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
+    def rms_norm_of_gated(
+        self, x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int, scaling: Scaling = Scaling.NONE
+    ) -> Tensor:
+        assert scaling is Scaling.NONE
         exact: Tensor = (x.to(weight.dtype) * F.silu(gate.to(weight.dtype))).unflatten(1, (num_groups, -1))
         normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + eps)
         weighted: Tensor = normed.flatten(1) * weight
         return weighted.to(dtype=x.dtype)
 
-    def multiply_sigmoid(self, x: Tensor, gate: Tensor) -> Tensor:
+    def multiply_sigmoid(self, x: Tensor, gate: Tensor, scaling: Scaling = Scaling.NONE) -> Tensor:
+        assert scaling is Scaling.NONE
         return x * torch.sigmoid(gate)
 
 

@@ -9,11 +9,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.dependent_launch import dependent_launch
 from kernels.recurrent.batch import PendingInputs, RecurrentBatch, StateHeads, StateRates
 from kernels.recurrent.chunks import CHUNK, has_chunks, run_in_chunks
+from kernels.recurrent.output_gates import gated_rms_norm, multiply_sigmoid, rms_norm_of_gated
 from kernels.recurrent.recurrence import Recurrence, has_decode_tiles, run_decode, run_token_by_token
 
 _CONV_TOKENS, _CONV_CHANNELS = 16, 256
-_NORM_ROWS = 16
-_GATE_CHANNELS = 1024
 
 
 @triton.jit
@@ -145,90 +144,6 @@ def keep_inputs(rows: Tensor, kept: Tensor, batch: RecurrentBatch) -> None:
         rows, kept, batch.state_blocks, batch.query_start_loc, drafts.pending, drafts.kept, rows.stride(0),
         kept.stride(0), size, CHANNELS=_CONV_CHANNELS, **dependent_launch(rows),
     )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["num_rows", "gate_stride"])
-def _gated_rms_norm_kernel(
-    x, gate, weight, out, num_rows, gate_stride, eps,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    column = tl.arange(0, SIZE)[None, :]
-    inside = row < num_rows
-    place = row.to(tl.int64) * SIZE + column
-    exact = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    normed = exact * tl.rsqrt(tl.sum(exact * exact, 1) / SIZE + eps)[:, None]
-    normed *= tl.load(weight + column).to(tl.float32)
-    gates = gate + (row // HEADS).to(tl.int64) * gate_stride + row % HEADS * SIZE + column
-    z = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + place, (normed * z * tl.sigmoid(z)).to(out.dtype.element_ty), mask=inside)
-
-
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    size = len(weight)
-    assert x.is_contiguous() and gate.stride(1) == 1 and size & (size - 1) == 0
-    out, heads = torch.empty_like(x), x.shape[1] // size
-    num_rows = len(x) * heads
-    _gated_rms_norm_kernel[(triton.cdiv(num_rows, _NORM_ROWS),)](
-        x, gate, weight, out, num_rows, gate.stride(0), eps, HEADS=heads, SIZE=size, ROWS=_NORM_ROWS,
-        **dependent_launch(x),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["gate_stride"])
-def _rms_norm_of_gated_kernel(
-    x, gate, weight, out, gate_stride, eps,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, DEPENDENT: tl.constexpr,
-):  # fmt: skip
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    column = tl.arange(0, WIDTH)
-    inside = column < SIZE
-    place = row * (GROUPS * SIZE) + group * SIZE + column
-    z = tl.load(gate + row * gate_stride + group * SIZE + column, mask=inside, other=0.0).to(tl.float32)
-    gated = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * z * tl.sigmoid(z)
-    normed = gated * tl.rsqrt(tl.sum(gated * gated, 0) / SIZE + eps)
-    normed *= tl.load(weight + group * SIZE + column, mask=inside, other=0.0)
-    tl.store(out + place, normed.to(out.dtype.element_ty), mask=inside)
-
-
-def rms_norm_of_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
-    assert x.is_contiguous() and gate.stride(1) == 1
-    out, size = torch.empty_like(x), x.shape[1] // num_groups
-    width = triton.next_power_of_2(size)
-    _rms_norm_of_gated_kernel[len(x), num_groups](
-        x, gate, weight, out, gate.stride(0), eps, GROUPS=num_groups, SIZE=size, WIDTH=width,
-        num_warps=max(1, min(8, width // 512)), **dependent_launch(x),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["gate_stride"])
-def _multiply_sigmoid_kernel(x, gate, gate_stride, SIZE: tl.constexpr, CHANNELS: tl.constexpr, DEPENDENT: tl.constexpr):
-    if DEPENDENT:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-    inside = channel < SIZE
-    exact = tl.load(x + row * SIZE + channel, mask=inside, other=0.0).to(tl.float32)
-    z = tl.load(gate + row * gate_stride + channel, mask=inside, other=0.0).to(tl.float32)
-    tl.store(x + row * SIZE + channel, (exact * tl.sigmoid(z)).to(x.dtype.element_ty), mask=inside)
-
-
-def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-    assert x.is_contiguous() and gate.shape == x.shape and gate.stride(1) == 1
-    size = x.shape[1]
-    _multiply_sigmoid_kernel[len(x), triton.cdiv(size, _GATE_CHANNELS)](
-        x, gate, gate.stride(0), SIZE=size, CHANNELS=_GATE_CHANNELS, num_warps=4, **dependent_launch(x)
-    )
-    return x
 
 
 class TritonRecurrent:

@@ -58,7 +58,7 @@ from kernels.sampling.log_normalizers_triton import log_normalizers_triton
 from kernels.sampling.reference import SamplingRows
 from kernels.sampling.token_counts import counts_width
 from kernels.sampling.token_counts_triton import apply_penalties_triton, count_drawn_triton, recount_triton
-from kernels.scaled import Scaled
+from kernels.scaled import Scaled, Scaling
 from kernels.short_conv_triton import ConvolvedTokens, short_conv_triton
 from kernels.silu_and_mul import gelu_tanh_and_mul_triton, silu_and_mul_quantized, silu_and_mul_triton
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
@@ -222,14 +222,15 @@ def recurrent_layers() -> None:
             empty(num_tokens, 2 * heads.num_heads),
         )
         mixed = operators.gated_delta(qkv, gates, rates, delta, heads, batch, kept)
-        operators.gated_rms_norm(mixed, qkvz[:, channels:], exact(heads.value_dim), 1e-6)
-        operators.multiply_sigmoid(mixed, qkvz[:, channels:])
+        for scaling in Scaling:
+            operators.gated_rms_norm(mixed, qkvz[:, channels:], exact(heads.value_dim), 1e-6, scaling)
+            operators.multiply_sigmoid(mixed, qkvz[:, channels:], scaling)
+            operators.rms_norm_of_gated(mixed, qkvz[:, channels:], exact(heads.value_size), 1e-6, 8, scaling)
         operators.causal_conv(qkvz[:, :channels], exact(4, channels), exact(channels), inputs, batch)
         step = empty(num_tokens, heads.num_heads)
         operators.state_space(qkv, step, rates, exact(heads.num_heads), delta, heads, batch, kept)
         if has_drafts:
             operators.keep_inputs(qkv, old_qkv, batch)
-        operators.rms_norm_of_gated(mixed, qkvz[:, channels:], exact(heads.value_size), 1e-6, 1)
     x = empty(64, 2048)
     add_gated_triton(x, x, x, x[0])
 

@@ -10,6 +10,7 @@ from kernels.recurrent.batch import DraftedStates, PendingInputs, RecurrentBatch
 from kernels.recurrent.chunks import CHUNK
 from kernels.recurrent.operators import RecurrentOperators
 from kernels.recurrent.reference import TorchRecurrent
+from kernels.scaled import plain_rows
 
 EPS = 1e-6
 # In 16 bits, the sigmoid and the product are rounded. Each rounding changes a value by at most 2^-8 of itself in
@@ -116,9 +117,9 @@ def check(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype, devic
     assert torch.equal(delta[unwritten], given.delta[unwritten])
     assert torch.equal(inputs[unwritten], given.inputs[unwritten])
     expected = exact.gated_rms_norm(mixed.double(), gate.double(), given.norm.double(), EPS)
-    _assert_close(operators.gated_rms_norm(mixed, gate, given.norm, EPS), expected, tolerance)
+    _assert_close(plain_rows(operators.gated_rms_norm(mixed, gate, given.norm, EPS)), expected, tolerance)
     expected = exact.multiply_sigmoid(mixed.double(), gate.double())
-    _assert_close(operators.multiply_sigmoid(mixed, gate), expected, tolerance)
+    _assert_close(plain_rows(operators.multiply_sigmoid(mixed, gate)), expected, tolerance)
 
 
 def check_mamba(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype, device: str = "cpu") -> None:
@@ -142,7 +143,7 @@ def check_mamba(operators: RecurrentOperators, shape: Shape, dtype: torch.dtype,
     assert torch.equal(states[0], given.delta[0])
     for num_groups in (1, heads.num_heads):
         expected = exact.rms_norm_of_gated(mixed.double(), gate.double(), given.wide_norm.double(), EPS, num_groups)
-        found = operators.rms_norm_of_gated(mixed, gate, given.wide_norm, EPS, num_groups)
+        found = plain_rows(operators.rms_norm_of_gated(mixed, gate, given.wide_norm, EPS, num_groups))
         _assert_close(found, expected, tolerance)
 
 
@@ -175,11 +176,11 @@ def _run(operators: RecurrentOperators, given: Inputs, shape: Shape, lengths: tu
         qkv = operators.causal_conv(given.qkvz[rows, : shape.channels], given.weight, given.bias, inputs, batch)
         gate, gates = given.qkvz[rows, shape.channels :], given.gates[rows]
         mixed = operators.gated_delta(qkv, gates, rates, delta, shape.heads, batch)
-        gated = operators.gated_rms_norm(mixed, gate, given.norm, EPS)
-        outputs.append(operators.multiply_sigmoid(gated, gate))
+        gated = plain_rows(operators.gated_rms_norm(mixed, gate, given.norm, EPS))
+        outputs.append(plain_rows(operators.multiply_sigmoid(gated, gate)))
         step = gates[:, : shape.heads.num_heads]
         mixed = operators.state_space(qkv, step, rates, given.skip, space, shape.heads, batch)
-        outputs.append(operators.rms_norm_of_gated(mixed, gate, given.wide_norm, EPS, 2))
+        outputs.append(plain_rows(operators.rms_norm_of_gated(mixed, gate, given.wide_norm, EPS, 2)))
     return inputs, delta, space, torch.cat(outputs[::2]), torch.cat(outputs[1::2])
 
 
@@ -279,7 +280,7 @@ class _Pool:
         rates, step = StateRates(given.decay, given.step_bias), gates[:, : heads.num_heads]
         qkv = operators.causal_conv(x, given.weight, given.bias, self.inputs, batch)
         mixed = operators.gated_delta(qkv, gates, rates, self.delta, heads, batch, PendingInputs(self.qkv, self.gates))
-        normed = operators.multiply_sigmoid(operators.gated_rms_norm(mixed, gate, given.norm, EPS), gate)
+        normed = operators.multiply_sigmoid(plain_rows(operators.gated_rms_norm(mixed, gate, given.norm, EPS)), gate)
         pending = PendingInputs(self.qkv, self.steps)
         mixed = operators.state_space(qkv, step, rates, given.skip, self.space, heads, batch, pending)
         for kept, own in (
@@ -289,7 +290,7 @@ class _Pool:
             (self.steps, step),
         ):
             operators.keep_inputs(own, kept, batch)
-        return normed, operators.rms_norm_of_gated(mixed, gate, given.wide_norm, EPS, 2)
+        return plain_rows(normed), plain_rows(operators.rms_norm_of_gated(mixed, gate, given.wide_norm, EPS, 2))
 
 
 def _assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:

@@ -31,7 +31,8 @@ class Attention:
         attended = step.attend(qkv, spec.scale, self._layer, rows, weights.rules)
         if gate is None:
             return weights.out(attended)
-        return weights.out(step.multiply_sigmoid(attended, gate if rows is None else gate[rows]))
+        of_rows = gate if rows is None else gate[rows]
+        return weights.out(step.multiply_sigmoid(attended, of_rows, weights.out.scaling))
 
     def store(self, step: DeviceStep, x: Input) -> None:
         """Store the KV of all rows of x [T, H], and compute nothing else."""

@@ -31,8 +31,8 @@ class GatedDelta:
         entered, gates = side_by_side(
             partial(self._enter, x), partial(self._gates, of_gates), self._weights.conv.device
         )
-        mixed = step.recurrent.gated_delta(entered, gates, self._weights, self._layer)
-        return self._leave(mixed if rows is None else mixed[rows])
+        weights, scaling = self._weights, self._leave.scaling
+        return self._leave(step.recurrent.gated_delta(entered, gates, weights, self._layer, scaling, rows))
 
 
 def load_gated_delta(spec: GatedDeltaSpec, source: LayerSource) -> GatedDelta:

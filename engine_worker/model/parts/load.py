@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine_worker.model.devices import DeviceStep
-from engine_worker.model.linear import Input, Scaling
+from engine_worker.model.linear import Input
 from engine_worker.model.parts.attention import load_attention
 from engine_worker.model.parts.experts import load_mixture
 from engine_worker.model.parts.gated_delta import load_gated_delta
@@ -21,6 +21,7 @@ from engine_worker.model.specs.mlp import MlpSpec
 from engine_worker.model.specs.part import PartSpec
 from engine_worker.model.specs.short_conv import ShortConvSpec
 from engine_worker.model.specs.state_space import StateSpaceSpec
+from kernels.scaled import Scaling
 
 
 class Mixer(Protocol):

@@ -24,8 +24,8 @@ class StateSpace:
 
     def __call__(self, step: DeviceStep, x: Input, rows: Tensor | None = None) -> Tensor:
         """Update the states with all rows of x [T, H] and return the outputs [N, H] of `rows`, or of all."""
-        mixed = step.recurrent.state_space(self._enter(x), self._weights, self._layer)
-        return self._leave(mixed if rows is None else mixed[rows])
+        entered, weights, scaling = self._enter(x), self._weights, self._leave.scaling
+        return self._leave(step.recurrent.state_space(entered, weights, self._layer, scaling, rows))
 
 
 def load_state_space(spec: StateSpaceSpec, source: LayerSource) -> StateSpace:

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import NOTHING_QUANTIZED, Input, Scaling
+from engine_worker.model.linear import NOTHING_QUANTIZED, Input
 from engine_worker.model.specs.mlp import GateKind, GateSpec
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.dense import DenseLinear, gate_and_mul, serves
 from kernels.cpu.library import CpuLibrary, cpu_library
+from kernels.scaled import Scaling
 
 logger = logging.getLogger("worker")
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import NOTHING_QUANTIZED, Input, Scaling
+from engine_worker.model.linear import NOTHING_QUANTIZED, Input
 from engine_worker.model.specs.mlp import GateKind, GateSpec
+from kernels.scaled import Scaling
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.skinny_linear import gated_skinny_linear, skinny_linear
 from kernels.skinny_linear_tiles import max_rows, tiles_for

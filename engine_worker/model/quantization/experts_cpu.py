@@ -19,13 +19,13 @@ from engine_worker.model.linear import (
     Linear,
     LinearMethod,
     RouterWeights,
-    Scaling,
 )
 from engine_worker.model.quantization.dense_cpu import cpu_kernel
 from engine_worker.model.quantization.expert_weights import expert_source
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, Scoring
 from engine_worker.model.specs.mlp import GateKind, GateSpec
 from engine_worker.model.weights import WeightSource
+from kernels.scaled import Scaling
 
 logger = logging.getLogger("worker")
 

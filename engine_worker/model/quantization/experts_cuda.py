@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import ExpertsLoad, Input, LinearSpec, Scaling
+from engine_worker.model.linear import ExpertsLoad, Input, LinearSpec
 from engine_worker.model.quantization.expert_weights import expert_source
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.experts import ExpertsSpec
@@ -22,7 +22,7 @@ from kernels.moe.list_product import is_hopper
 from kernels.moe.route import route
 from kernels.moe.routing import Router
 from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
-from kernels.scaled import plain_rows
+from kernels.scaled import Scaling, plain_rows
 
 logger = logging.getLogger("worker")
 

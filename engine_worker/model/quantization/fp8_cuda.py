@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from engine_worker.model.linear import Input, Scaling
+from engine_worker.model.linear import Input
 from engine_worker.model.specs.mlp import GateKind, GateSpec
 from kernels.fp8_linear import fp8_linear, gated_fp8_linear
 from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.fp8_tiles import fp8_tiles, max_fp8_rows
-from kernels.scaled import GROUP, Scaled
+from kernels.scaled import GROUP, Scaled, Scaling
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul, silu_and_mul_quantized
 from kernels.skinny_linear_tiles import Shape, is_known
 

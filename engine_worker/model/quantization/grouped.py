@@ -20,7 +20,6 @@ from engine_worker.model.linear import (
     Linear,
     LinearMethod,
     LinearSpec,
-    Scaling,
 )
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.dequantized import DequantizedMethod
@@ -43,6 +42,7 @@ from kernels.cpu.linear import (
     quantized,
     quantized_to_4_bits,
 )
+from kernels.scaled import Scaling
 
 logger = logging.getLogger("worker")
 

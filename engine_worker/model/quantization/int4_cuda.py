@@ -21,7 +21,6 @@ from engine_worker.model.linear import (
     Linear,
     LinearMethod,
     LinearSpec,
-    Scaling,
 )
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.dequantized import DequantizedMethod
@@ -34,6 +33,7 @@ from engine_worker.model.weight_format import Int4Scheme, Scheme, WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.moe.list_product import is_hopper
 from kernels.moe.weights import Int4Experts, pack_int4
+from kernels.scaled import Scaling
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.w4a16.dequantize import dequantize
 from kernels.w4a16.few_rows import INVARIANT_ROWS, MAX_ROWS, w4_linear

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import Experts, ExpertsLoad, Head, Input, Linear, LinearMethod, LinearSpec, Scaling
+from engine_worker.model.linear import Experts, ExpertsLoad, Head, Input, Linear, LinearMethod, LinearSpec
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.expert_weights import StackedExperts
 from engine_worker.model.quantization.rows import rows_of
@@ -20,6 +20,7 @@ from engine_worker.model.weight_format import MXFP4_BLOCKS, MXFP4_SCALES, Mxfp4S
 from engine_worker.model.weights import WeightSource
 from kernels.moe.mxfp4 import Mxfp4Experts, pack_mxfp4
 from kernels.moe.weights import stacked
+from kernels.scaled import Scaling
 
 logger = logging.getLogger("worker")
 

@@ -15,7 +15,7 @@ from engine_worker.model.compiled_step import CompiledDevice, step_kernels
 from engine_worker.model.cpu_step import CpuDevice
 from engine_worker.model.cuda_step import CudaDevice
 from engine_worker.model.devices import Device
-from engine_worker.model.linear import Input, Scaling
+from engine_worker.model.linear import Input
 from engine_worker.model.network import Network
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.dense_cpu import CpuLinear
@@ -27,6 +27,7 @@ from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import CpuLibrary
+from kernels.scaled import Scaling
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference import write_model
 from tests.engine_worker.execution.reference_inputs import reference_model_input

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine_worker.model.compiled_step import CompiledDevice
 from engine_worker.model.cpu_step import CpuDevice
 from engine_worker.model.implementation import blueprint_from_directory
-from engine_worker.model.linear import Input, Scaling
+from engine_worker.model.linear import Input
 from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
 from engine_worker.model.quantization import dense, linear_method
@@ -25,6 +25,7 @@ from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import SafetensorsWeights
 from kernels.fp8_kv import KVScales
+from kernels.scaled import Scaling
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import generate, make_runner
 from tests.engine_worker.model.family_cases import NATIVE, Case

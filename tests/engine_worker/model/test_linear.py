@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.architectures import spec_from_directory
-from engine_worker.model.linear import Experts, ExpertsLoad, Input, Linear, LinearSpec, Scaling, Split
+from engine_worker.model.linear import Experts, ExpertsLoad, Input, Linear, LinearSpec, Split
 from engine_worker.model.network import Network
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.dense_cpu import CpuHead
@@ -18,6 +18,7 @@ from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import DENSE
 from engine_worker.model.weights import RandomWeights, WeightSource
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
+from kernels.scaled import Scaling
 from tests.builders import make_sequence
 from tests.engine_worker.execution.reference import write_model
 from tests.engine_worker.execution.reference_inputs import reference_model_input

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import Input, Scaling
+from engine_worker.model.linear import Input
 from engine_worker.model.parts.experts import MixtureOfExperts
 from engine_worker.model.parts.gated_delta import GatedDelta
 from engine_worker.model.parts.mlp import GatedMlp
-from kernels.scaled import quantize_rows_reference
+from kernels.scaled import Scaling, quantize_rows_reference
 
 PLAIN = torch.randn(3, 8)
 ROWS = replace(quantize_rows_reference(PLAIN), plain=PLAIN)
