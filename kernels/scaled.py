@@ -42,6 +42,10 @@ class Scaled:
         return len(self.values)
 
     @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
     def is_grouped(self) -> bool:
         return self.scales.ndim == 2
 

@@ -28,9 +28,7 @@ class GatedDelta:
     def __call__(self, step: DeviceStep, x: Input, rows: Tensor | None = None) -> Tensor:
         """Update the states with all rows of x [T, H] and return the outputs [N, H] of `rows`, or of all."""
         of_gates = plain_rows(x) if self.reads_plain else x
-        entered, gates = side_by_side(
-            partial(self._enter, x), partial(self._gates, of_gates), self._weights.conv.device
-        )
+        entered, gates = side_by_side(partial(self._enter, x), partial(self._gates, of_gates), x.device)
         weights, scaling = self._weights, self._leave.scaling
         return self._leave(step.recurrent.gated_delta(entered, gates, weights, self._layer, scaling, rows))
 
