@@ -235,8 +235,8 @@ def _decide_types(options: argparse.Namespace, blueprint: "Blueprint") -> str:
 
 
 def _multiplied_on(options: argparse.Namespace) -> str:
-    """Return the device type; formats that only a CPU multiplies do not need `--device cpu`."""
-    return "cpu" if options.quantization in {"int8", "as-stored"} else str(options.device)
+    """Return the device type; int8, which only a CPU multiplies, does not need `--device cpu`."""
+    return "cpu" if options.quantization == "int8" else str(options.device)
 
 
 def _decide_quantization(options: argparse.Namespace, load_format: str) -> str:

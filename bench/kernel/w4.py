@@ -1,9 +1,9 @@
 """Time the four linear layers of a Llama-3.1-8B layer with 4-bit weights beside the time of reading them.
 
-    python -m bench w4 --out DIR [--rows N ...]
+    python -m bench w4 --out DIR [--rows N ...] [--group 32] [--minima]
 
 The chain of a layer's four products runs in a CUDA graph over eight layers of distinct weights (0.9 GB), whose scales
-cover 128 inputs. The limit is bytes / read ceiling, measured in the same run; cuBLAS multiplies the same shapes in
+cover 128 inputs. --group 32 --minima: as in Q4_1 and Q4_K of GGUF files. The limit is bytes / read ceiling, measured in the same run; cuBLAS multiplies the same shapes in
 bfloat16. Writes DIR/w4.json.
 """
 
@@ -23,20 +23,19 @@ from bench.kernel.w4_checks import random_weight
 from engine_worker.model.quantization.int4_cuda import W4Linear
 from engine_worker.model.specs.mlp import SILU
 from kernels.silu_and_mul import silu_and_mul
+from kernels.w4a16.weights import GROUPS, Offset
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096)
-GROUP = 128
-
 Apply = Callable[[Tensor], Tensor]  # of a linear layer; that of gate and up includes the gate
 
 
-def packed_layer(generator: torch.Generator) -> tuple[dict[str, Apply], int]:
+def packed_layer(generator: torch.Generator, group: int, offset: Offset) -> tuple[dict[str, Apply], int]:
     """Return the four layers by name, and their bytes."""
     layers: dict[str, Apply] = {}
     num_bytes = 0
     for name in LAYER:
         is_gated = name == "gate_up"
-        weight = random_weight(*SHAPES[name], GROUP, generator, has_zeros=False, is_gated=is_gated)
+        weight = random_weight(*SHAPES[name], group, generator, offset=offset, is_gated=is_gated)
         linear = W4Linear(weight, None, is_deterministic=False)
         layers[name] = partial(linear.gated, gate=SILU) if is_gated else linear
         num_bytes += weight.nbytes
@@ -61,11 +60,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench w4", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", metavar="PATH", type=Path, required=True, help="folder of w4.json")
     parser.add_argument("--rows", metavar="N", type=int, nargs="+", default=ROWS, help="rows (default: %(default)s)")
+    parser.add_argument("--group", metavar="N", type=int, choices=GROUPS, default=128, help="inputs per scale")
+    parser.add_argument("--minima", action="store_true", help="each group has a minimum")
     options = parser.parse_args(argv)
+    offset = Offset.MINIMUM if options.minima else Offset.NONE
     assert SHAPES["down"] == (HIDDEN, INTERMEDIATE), "the chain's sizes"
     ceilings = measure_ceilings()
     generator = torch.Generator(device="cuda").manual_seed(0)
-    packed = [packed_layer(generator) for _ in range(NUM_LAYERS)]
+    packed = [packed_layer(generator, options.group, offset) for _ in range(NUM_LAYERS)]
     dense = [cublas_layer(generator) for _ in range(NUM_LAYERS)]
     limit = packed[0][1] / ceilings.read_bytes_per_second * 1e6
     print(f"read ceiling {ceilings.read_bytes_per_second / 1e12:.2f} TB/s, limit {limit:.1f} us")

@@ -11,7 +11,7 @@ from engine_worker.model.specs.mlp import GELU_TANH, SILU
 from kernels.silu_and_mul import gelu_tanh_and_mul_reference, silu_and_mul_reference
 from kernels.w4a16.dequantize import dequantize
 from kernels.w4a16.few_rows import INVARIANT_ROWS
-from kernels.w4a16.weights import W4Weight, exact_weight, pack_w4
+from kernels.w4a16.weights import Offset, W4Weight, exact_weight, pack_w4
 
 # outputs, inputs, group: whole tiles of 128 rows, an odd number of tiles of 64, few tiles that many programs share
 SHAPES = ((6144, 2048, 128), (576, 1536, 32), (192, 576, 64), (1024, 14336, 128))
@@ -19,9 +19,9 @@ ROWS = (1, 16, 32, 33, 100, 300, 800)
 
 
 def random_weight(
-    num_outputs: int, num_inputs: int, group: int, generator: torch.Generator, *, has_zeros: bool, is_gated: bool
+    num_outputs: int, num_inputs: int, group: int, generator: torch.Generator, *, offset: Offset, is_gated: bool
 ) -> W4Weight:
-    """Return a weight with bfloat16 scales, or float16 ones if it has zero points, as AWQ and GPTQ store them."""
+    """Return a weight with bfloat16 scales, or float16 ones with offsets, as AWQ, GPTQ and GGUF store them."""
 
     def integers(columns: int) -> Tensor:
         return torch.randint(
@@ -30,19 +30,19 @@ def random_weight(
 
     groups = num_inputs // group
     scales = torch.rand(num_outputs, groups, device=generator.device, generator=generator) * 0.01 + 0.001
-    scales = scales.half() if has_zeros else scales.bfloat16()
-    return pack_w4(integers(num_inputs), scales, integers(groups) if has_zeros else None, is_gated=is_gated)
+    scales = scales.bfloat16() if offset is Offset.NONE else scales.half()
+    zeros = integers(groups) if offset is Offset.ZERO_POINT else None
+    minima = scales * -integers(groups) if offset is Offset.MINIMUM else None
+    return pack_w4(integers(num_inputs), scales, zeros, minima, is_gated=is_gated)
 
 
-def check_linear(num_outputs: int, num_inputs: int, group: int, num_rows: int, *, has_zeros: bool) -> Check:
+def check_linear(num_outputs: int, num_inputs: int, group: int, num_rows: int, *, offset: Offset) -> Check:
     def check(generator: torch.Generator) -> list[Error]:
         x = torch.randn(num_rows, num_inputs, dtype=torch.bfloat16, device=generator.device, generator=generator)
         bias = torch.randn(num_outputs, dtype=torch.bfloat16, device=generator.device, generator=generator)
         errors = []
         for gate in (None, SILU, GELU_TANH):
-            weight = random_weight(
-                num_outputs, num_inputs, group, generator, has_zeros=has_zeros, is_gated=gate is not None
-            )
+            weight = random_weight(num_outputs, num_inputs, group, generator, offset=offset, is_gated=gate is not None)
             exact = x.double() @ exact_weight(weight).double().T + bias.double()
             if gate is not None:
                 activation = silu_and_mul_reference if gate is SILU else gelu_tanh_and_mul_reference
@@ -59,12 +59,12 @@ def check_linear(num_outputs: int, num_inputs: int, group: int, num_rows: int, *
     return check
 
 
-def check_invariance(num_outputs: int, num_inputs: int, group: int) -> Check:
+def check_invariance(num_outputs: int, num_inputs: int, group: int, offset: Offset) -> Check:
     """Check that with --deterministic rows have the same bits in any batch."""
 
     def check(generator: torch.Generator) -> list[Error]:
         x = torch.randn(100, num_inputs, dtype=torch.bfloat16, device=generator.device, generator=generator)
-        weight = random_weight(num_outputs, num_inputs, group, generator, has_zeros=False, is_gated=False)
+        weight = random_weight(num_outputs, num_inputs, group, generator, offset=offset, is_gated=False)
         linear = W4Linear(weight, None, is_deterministic=True)
         many = linear(x)
         return [same_bits(linear(x[:rows].contiguous()), many[:rows]) for rows in (1, 5, 8, 9, 16, 17, 32, 33, 64)]
@@ -75,8 +75,8 @@ def check_invariance(num_outputs: int, num_inputs: int, group: int) -> Check:
 def check_dequantized(num_outputs: int, num_inputs: int, group: int) -> Check:
     def check(generator: torch.Generator) -> list[Error]:
         weights = [
-            random_weight(num_outputs, num_inputs, group, generator, has_zeros=is_gated, is_gated=is_gated)
-            for is_gated in (False, True)
+            random_weight(num_outputs, num_inputs, group, generator, offset=offset, is_gated=is_gated)
+            for is_gated, offset in ((False, Offset.NONE), (True, Offset.ZERO_POINT), (True, Offset.MINIMUM))
         ]
         return [same_bits(poisoned(lambda w=w: dequantize(w)), exact_weight(w).bfloat16()) for w in weights]
 
@@ -88,8 +88,9 @@ def w4_checks() -> dict[str, Check]:
     for shape in SHAPES:
         name = "w4 {} x {} group {}".format(*shape)
         checks[f"{name} dequantized"] = check_dequantized(*shape)
-        checks[f"{name} invariance"] = check_invariance(*shape)
+        checks[f"{name} invariance"] = check_invariance(*shape, Offset.NONE)
+        checks[f"{name} invariance with minima"] = check_invariance(*shape, Offset.MINIMUM)
         for num_rows in ROWS:
-            has_zeros = num_rows in {16, 100}
-            checks[f"{name} T={num_rows}"] = check_linear(*shape, num_rows, has_zeros=has_zeros)
+            for offset in Offset:
+                checks[f"{name} T={num_rows} {offset.name}"] = check_linear(*shape, num_rows, offset=offset)
     return checks

@@ -89,10 +89,8 @@ def check_quantization(quantization: str, device_type: str) -> None:
     Raises:
         ValueError: If the device type does not support `quantization`.
     """
-    if quantization in {"int8", "as-stored"} and device_type != "cpu":
-        raise ValueError(
-            f"--quantization {quantization} needs --device cpu; on {device_type} use auto, none, fp8 or int4"
-        )
+    if quantization == "int8" and device_type != "cpu":
+        raise ValueError(f"--quantization int8 needs --device cpu; on {device_type} use auto, none, fp8 or int4")
 
 
 def check_weight_format(name: str, kind: str, device: torch.device, dtype: torch.dtype) -> None:

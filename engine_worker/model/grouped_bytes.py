@@ -1,13 +1,14 @@
-"""The size of weights in groups of 32 inputs (quantization/grouped.py), before they are read and without torch.
+"""The size of weights in groups of 32 inputs, before they are read and without torch.
 
-A linear layer is as large as its blocks; packing (kernels/cpu/linear.py) only reorders them. For stored blocks, the
-file's header is read. A layer of which a part is not in groups stays in 16 or 32 bits, and parts in several formats
-share the larger one. The output head is held in addition to the weight that it is made from.
+A linear layer is as large as its blocks; packing (kernels/cpu/linear.py, kernels/w4a16) only reorders them. For stored
+blocks, the file's header is read. A layer of which a part is not in groups stays in 16 or 32 bits, and parts in several
+formats share the larger one. On a CPU (quantization/grouped.py), the output head is held in addition to the weight that
+it is made from. On a GPU (quantization/blocks_cuda.py), only 4 bits are multiplied as stored.
 """
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -18,11 +19,15 @@ from engine_worker.model.specs.part import Role, Shape
 GROUP, OUTPUTS = 32, 16  # inputs per scale, outputs per block
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}  # ggml-common.h
 _INT4, _INT8 = "Q4_1", "Q8_0"  # same number of bytes
+_TYPES_OF_GPUS = {"Q4_0", "Q4_1"}
+_TILE = 64  # of outputs and inputs, of the GPU's kernels
 
 
 def grouped_weights_bytes(spec: ModelSpec, itemsize: int) -> int:
     """Return the size of all weights; `itemsize` is the size of an element outside groups."""
     tensors, stored = checkpoint_tensors(spec), spec.quantization
+    if stored.blocks is not None and not stored.in_groups:
+        return _bytes_on_gpu(spec, itemsize, stored_types(stored.blocks))
     head = spec.names.embedding if spec.tie_word_embeddings else spec.names.head
     rounded = dict.fromkeys(tensors, _INT4 if stored.has_4_bits else _INT8) | {head: _INT8}
     types = rounded if stored.blocks is None else stored_types(stored.blocks)
@@ -31,6 +36,26 @@ def grouped_weights_bytes(spec: ModelSpec, itemsize: int) -> int:
         if size := _in_groups(names, halves, tensors, types):
             total += size - sum(math.prod(tensors[name]) for name in names) * itemsize
     return total + _in_groups((head,), 1, tensors, types)
+
+
+def why_not_on_gpu(types: Collection[str], rows: int, inputs: int) -> str:
+    """Return why a GPU does not multiply blocks of these types, [rows, inputs], or an empty string."""
+    if not set(types) <= _TYPES_OF_GPUS:
+        return "some of its parts have no blocks of 4 bits"
+    if rows % _TILE or inputs % _TILE:
+        return f"it has {rows} outputs and {inputs} inputs, and the kernels need multiples of {_TILE}"
+    return ""
+
+
+def _bytes_on_gpu(spec: ModelSpec, itemsize: int, types: Mapping[str, str]) -> int:
+    tensors = checkpoint_tensors(spec)
+    total = sum(map(math.prod, tensors.values())) * itemsize
+    for names, _ in _linear_layers(spec):
+        found = {types.get(name, "") for name in names}
+        rows, inputs = sum(tensors[name][-2] for name in names), tensors[names[0]][-1]
+        if not why_not_on_gpu(found, rows, inputs):
+            total += rows * (inputs // GROUP * max(_BLOCK_BYTES[one] for one in found) - inputs * itemsize)
+    return total
 
 
 def stored_types(blocks: Path) -> Mapping[str, str]:

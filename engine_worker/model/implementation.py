@@ -43,7 +43,7 @@ class NativeBlueprint:
     def weights_bytes(self, size: int, itemsize: int) -> int:
         share = self.share(size)
         stored = share.quantization
-        in_blocks = stored.in_groups and not stored.groups
+        in_blocks = (stored.in_groups or stored.blocks is not None) and not stored.groups
         return grouped_weights_bytes(share, itemsize) if in_blocks else weights_bytes(share, itemsize)
 
     @property

@@ -302,6 +302,7 @@ ONLINE = WeightFormat(
 INT8 = WeightFormat(name="int8 in groups of 32, quantized while loading", in_groups=True)
 INT4 = WeightFormat(name="int4 in groups of 32, quantized while loading", in_groups=True, has_4_bits=True)
 AS_STORED = WeightFormat(name="blocks of 4 and 8 bits of the GGUF file", in_groups=True)
+AS_STORED_ON_GPUS = WeightFormat(name="blocks of 4 bits of the GGUF file")
 
 
 def int4_while_loading(group: int) -> WeightFormat:
@@ -340,7 +341,7 @@ def chosen_format(
         stored: The checkpoint's format.
         quantization: Value of `--quantization`.
         blocks: The file of stored blocks, if any.
-        int4_group: Inputs per scale of `int4` on a GPU; 0: `int4` is for a CPU.
+        int4_group: Inputs per scale of `int4` on a GPU; 0: the format is for a CPU.
 
     Raises:
         ValueError: If the checkpoint does not have the requested format.
@@ -355,7 +356,7 @@ def chosen_format(
             "weights while loading"
         )
     if quantization == "as-stored":
-        return replace(AS_STORED, blocks=blocks)
+        return replace(AS_STORED_ON_GPUS if int4_group else AS_STORED, blocks=blocks)
     if quantization == "mxfp4" and stored.kind != "mxfp4":
         raise ValueError(
             f"--quantization mxfp4: the checkpoint has {stored.name or 'no quantized'} weights; use auto, or a "

@@ -2,7 +2,8 @@
 
 The work is all (tile of rows of the weight, step of inputs) in order; each program, one per SM, has an even share of
 it, through one TMA-filled ring. Integers become bfloat16 in registers, the left operand of a product. Up to 32 rows
-they are exact, and the sums of a group of inputs are scaled in float32; with more rows, scaled integers are rounded.
+they are exact, and the sums of a group of inputs are scaled in float32; minima are multiplied with sums of the inputs
+(group_sums.py). With more rows, scaled integers, plus the minima, are rounded.
 Sums are added in the order of K. Programs that share a tile store their sums, and the
 last to finish adds them in the order of K, so the bits depend neither on other rows nor on the order of arrival.
 """
@@ -24,8 +25,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.moe.activation import apply_gate
 from kernels.skinny_linear import NUM_SMS
-from kernels.w4a16.unpack import layout_of_words, load_part, scales_of, unpacked
-from kernels.w4a16.weights import W4Weight
+from kernels.w4a16.group_sums import group_sums
+from kernels.w4a16.unpack import MINIMUM, NONE, layout_of_words, load_part, scales_of, unpacked
+from kernels.w4a16.weights import Offset, W4Weight
 
 MAX_ROWS = 768  # with more, dequantizing and the library's product take less time
 INVARIANT_ROWS = 32  # up to here a row has the same bits whatever their number
@@ -103,7 +105,7 @@ def _produce(
 @gluon.jit
 def _multiply_values(
     tiles, tile_pairs, rows, empty, stage, last_stage, total, previous, words: gl.constexpr, operand: gl.constexpr,
-    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_TYPE: gl.constexpr,
+    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, OFFSET: gl.constexpr, SCALE_TYPE: gl.constexpr,
 ):  # fmt: skip
     """Add the products of scaled values. A tile is unpacked while the last one is multiplied, also that of last_stage.
 
@@ -111,11 +113,11 @@ def _multiply_values(
     """
     PER_GROUP: gl.constexpr = CHUNKS // GROUPS
     for chunk in gl.static_range(CHUNKS):
-        values, zeros, scales = load_part(
+        values, offsets, scales = load_part(
             tiles, tile_pairs, stage * CHUNKS + chunk, stage * GROUPS + chunk // PER_GROUP, words,
-            HAS_ZEROS, True, SCALE_TYPE,
+            OFFSET, True, SCALE_TYPE,
         )  # fmt: skip
-        left = unpacked(values, zeros, scales, operand, HAS_ZEROS, True)
+        left = unpacked(values, offsets, scales, operand, OFFSET, True)
         columns = rows.index(stage * CHUNKS + chunk).permute((1, 0))
         total = warpgroup_mma(left, columns, total, is_async=True)
         total, previous = warpgroup_mma_wait(1, deps=(total, previous))
@@ -132,26 +134,34 @@ def _multiply_values(
 
 @gluon.jit
 def _multiply_integers(
-    tiles, tile_pairs, tile_scales, rows, stage, total, words: gl.constexpr,
-    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, HAS_ZEROS: gl.constexpr, SCALE_TYPE: gl.constexpr,
+    tiles, tile_pairs, tile_scales, rows, stage, total, row_sums, sums_stride, row_of_x, words: gl.constexpr,
+    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, OFFSET: gl.constexpr, SCALE_TYPE: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of a unit: sums of integers, scaled."""
+    """Add the products of a unit: sums of integers, scaled, and the sums of each group's inputs times its minima.
+
+    `row_sums` points to the unit's first sums; those of the rows `row_of_x` are read.
+    """
     PER_GROUP: gl.constexpr = CHUNKS // GROUPS
-    PARTS: gl.constexpr = 2 if HAS_ZEROS else 1
+    PARTS: gl.constexpr = 1 if OFFSET == NONE else 2
     sums: gl.constexpr = total.type.layout
     for group in gl.static_range(GROUPS):
         product = gl.zeros(total.shape, gl.float32, sums)
+        if OFFSET == MINIMUM:
+            of_rows = gl.load(row_sums + group * sums_stride + row_of_x, mask=row_of_x < sums_stride, other=0.0)
         for chunk in gl.static_range(PER_GROUP):
             place = stage * CHUNKS + group * PER_GROUP + chunk
-            values, zeros, scales = load_part(
-                tiles, tile_pairs, place, stage * GROUPS + group, words, HAS_ZEROS, False, SCALE_TYPE
+            values, offsets, scales = load_part(
+                tiles, tile_pairs, place, stage * GROUPS + group, words, OFFSET, False, SCALE_TYPE
             )
-            left = unpacked(values, zeros, scales, gl.DotOperandLayout(0, sums, 2), HAS_ZEROS, False)
+            left = unpacked(values, offsets, scales, gl.DotOperandLayout(0, sums, 2), OFFSET, False)
             columns = rows.index(place).permute((1, 0)).load(gl.DotOperandLayout(1, sums, 2))
             product = mma_v2(left, columns, product)
         of_group = tile_scales.index((stage * GROUPS + group) * PARTS)
         total += product * scales_of(of_group, gl.SliceLayout(1, sums), SCALE_TYPE, num_warps)[:, None]
+        if OFFSET == MINIMUM:
+            minima = tile_scales.index((stage * GROUPS + group) * PARTS + 1)
+            total += scales_of(minima, gl.SliceLayout(1, sums), SCALE_TYPE, num_warps)[:, None] * of_rows[None, :]
     return total
 
 
@@ -223,9 +233,9 @@ def _store(
 
 @gluon.jit
 def _consume(
-    tiles, tile_pairs, tile_scales, rows, full, empty, bias, output, partials, arrivals, num_rows, share, row_block,
-    first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks,
-    GATED: gl.constexpr, IS_GELU: gl.constexpr, HAS_ZEROS: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
+    tiles, tile_pairs, tile_scales, rows, full, empty, row_sums, bias, output, partials, arrivals, num_rows, share,
+    row_block, first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks,
+    GATED: gl.constexpr, IS_GELU: gl.constexpr, OFFSET: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
     NUM_STAGES: gl.constexpr, SCALE_TYPE: gl.constexpr, AT_ONCE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Compute a share of the units and store its tiles."""
@@ -239,6 +249,7 @@ def _consume(
         else gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     )
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
+    row_of_x = row_block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums))
     gdc_wait()  # before the first store: the memory may still be read by the previous kernel
     step = 0
     for tile in range(first_unit // steps, (end_unit + steps - 1) // steps):
@@ -250,8 +261,9 @@ def _consume(
             mbarrier.wait(full.index(stage), step // NUM_STAGES & 1)
             if SCALES_SUMS:
                 total = _multiply_integers(
-                    tiles, tile_pairs, tile_scales, rows, stage, total, words, CHUNKS, GROUPS, HAS_ZEROS, SCALE_TYPE,
-                    num_warps,
+                    tiles, tile_pairs, tile_scales, rows, stage, total,
+                    row_sums + unit % steps * GROUPS * num_rows if OFFSET == MINIMUM else row_sums, num_rows, row_of_x,
+                    words, CHUNKS, GROUPS, OFFSET, SCALE_TYPE, num_warps,
                 )  # fmt: skip
                 gl.thread_barrier()  # all warps have read the words
                 mbarrier.arrive(empty.index(stage), count=1)
@@ -259,7 +271,7 @@ def _consume(
                 last_stage = gl.where(unit > begin, (step + NUM_STAGES - 1) % NUM_STAGES, -1)
                 total, previous = _multiply_values(
                     tiles, tile_pairs, rows, empty, stage, last_stage, total, previous, words, operand, CHUNKS, GROUPS,
-                    HAS_ZEROS, SCALE_TYPE,
+                    OFFSET, SCALE_TYPE,
                 )  # fmt: skip
             step += 1
         if not SCALES_SUMS:
@@ -278,14 +290,14 @@ def _consume(
 # Shapes and numbers of rows must not trigger a compilation: a start would compile one kernel per layer and number.
 @gluon.jit(do_not_specialize=["num_rows", "steps", "units", "num_shares", "row_blocks"])
 def w4_linear_kernel(
-    weight, scales, x, bias, output, partials, arrivals, num_rows, num_outputs, steps, units, num_shares, row_blocks,
-    GATED: gl.constexpr, IS_GELU: gl.constexpr, BOXES: gl.constexpr, WORD_STEPS: gl.constexpr,
-    HAS_ZEROS: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
+    weight, scales, x, row_sums, bias, output, partials, arrivals, num_rows, num_outputs, steps, units, num_shares,
+    row_blocks, GATED: gl.constexpr, IS_GELU: gl.constexpr, BOXES: gl.constexpr, WORD_STEPS: gl.constexpr,
+    OFFSET: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
     NUM_STAGES: gl.constexpr, SCALE_TYPE: gl.constexpr, AT_ONCE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Run program (share of the units, rows of x). Programs of the same units are adjacent."""
     gdc_launch_dependents()
-    PARTS: gl.constexpr = 2 if HAS_ZEROS else 1
+    PARTS: gl.constexpr = 1 if OFFSET == NONE else 2
     INPUTS: gl.constexpr = 16 * WORD_STEPS
     VALUE_ROWS: gl.constexpr = CHUNKS * BOXES * WORD_STEPS // 2
     WEIGHT_BYTES: gl.constexpr = VALUE_ROWS * 1024 + GROUPS * PARTS * BOXES * 128
@@ -310,9 +322,9 @@ def w4_linear_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                tiles, tile_pairs, tile_scales, rows, full, empty, bias, output, partials, arrivals, num_rows, share,
-                row_block, first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks, GATED, IS_GELU,
-                HAS_ZEROS, CHUNKS, GROUPS, NUM_STAGES, SCALE_TYPE, AT_ONCE, num_warps,
+                tiles, tile_pairs, tile_scales, rows, full, empty, row_sums, bias, output, partials, arrivals, num_rows,
+                share, row_block, first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks, GATED,
+                IS_GELU, OFFSET, CHUNKS, GROUPS, NUM_STAGES, SCALE_TYPE, AT_ONCE, num_warps,
             )),
             (_produce, (
                 weight, scales, x, ring, scale_ring, rows, full, empty, first_unit, end_unit - first_unit,
@@ -354,11 +366,13 @@ def w4_linear(x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: 
     num_shares = min(num_tiles * steps, tiles.shares)
     num_warps = min(tiles.num_warps, 4 * boxes)
     assert num_tiles * row_blocks <= _MAX_TILES
+    reads_sums = weight.offset is Offset.MINIMUM and num_rows <= INVARIANT_ROWS
     sizes = 2 * num_shares * row_blocks * weight.tile_rows * block_m
     w4_linear_kernel[(num_shares * row_blocks,)](
         _words(weight.values, chunks * boxes * inputs // 32, _WORD_COLUMNS),
         _words(weight.scales, groups, 32 * boxes * parts),
         _rows(x, block_m, inputs),
+        group_sums(x, weight.group) if reads_sums else None,
         bias,
         output,
         x.new_empty(sizes, dtype=torch.float32),
@@ -373,7 +387,7 @@ def w4_linear(x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: 
         IS_GELU=is_gelu,
         BOXES=boxes,
         WORD_STEPS=inputs // 16,
-        HAS_ZEROS=weight.has_zeros,
+        OFFSET=int(weight.offset),
         BLOCK_M=block_m,
         CHUNKS=chunks,
         GROUPS=groups,

@@ -3,6 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from kernels.w4a16.weights import Offset
+
+NONE = gl.constexpr(int(Offset.NONE))
+ZERO_POINT = gl.constexpr(int(Offset.ZERO_POINT))
+MINIMUM = gl.constexpr(int(Offset.MINIMUM))
 # A bfloat16 with the exponent of 128 has an integer in its lowest bits: four bits and 0x4300 are 128 + value.
 _UNPACK_WORD = """
     lop3.b32 t, {w}, 0x000F000F, magic, 0xEA;
@@ -23,8 +28,17 @@ _SCALE_WORD = """
     mul.bf16x2 {o2}, {o2}, by_upper;
     mul.bf16x2 {o3}, {o3}, by_lower;
 """
-_START = "{ .reg .b32 t, u, magic, upper, lower, by_upper, by_lower; mov.b32 magic, 0x43004300;"
+_ADD_WORD = """
+    fma.rn.bf16x2 {o0}, {o0}, by_upper, add_upper;
+    fma.rn.bf16x2 {o1}, {o1}, by_lower, add_lower;
+    fma.rn.bf16x2 {o2}, {o2}, by_upper, add_upper;
+    fma.rn.bf16x2 {o3}, {o3}, by_lower, add_lower;
+"""
+_START = """
+    { .reg .b32 t, u, magic, upper, lower, by_upper, by_lower, add_upper, add_lower; mov.b32 magic, 0x43004300;
+"""
 _MIDDLE = "mov.b32 upper, 0x43084308; mov.b32 lower, 0x43084308;"
+_ZERO = "mov.b32 upper, magic; mov.b32 lower, magic;"
 _OUTPUTS = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r"
 
 
@@ -42,12 +56,16 @@ def _of_pair(upper: str, lower: str, register: int) -> str:
 
 _INTEGERS = _both_words(_UNPACK_WORD)
 _SCALED = _INTEGERS + _both_words(_SCALE_WORD)
-# By (has zeros, is scaled). Registers 10 and 11 have the zero points; the scales follow.
+_ADDED = _INTEGERS + _both_words(_ADD_WORD)
+_OF_ZEROS, _OF_SCALES = _of_pair("upper", "lower", 10), _of_pair("by_upper", "by_lower", 12)
+# By (offset, is scaled). Registers 10 and 11 have the zero points or minima, if they are read; the scales follow.
 _UNPACK = gl.constexpr({
-    (False, False): _START + _MIDDLE + _INTEGERS + "}",
-    (True, False): _START + _of_pair("upper", "lower", 10) + _INTEGERS + "}",
-    (False, True): _START + _MIDDLE + _of_pair("by_upper", "by_lower", 10) + _SCALED + "}",
-    (True, True): _START + _of_pair("upper", "lower", 10) + _of_pair("by_upper", "by_lower", 12) + _SCALED + "}",
+    (Offset.NONE, False): _START + _MIDDLE + _INTEGERS + "}",
+    (Offset.ZERO_POINT, False): _START + _OF_ZEROS + _INTEGERS + "}",
+    (Offset.MINIMUM, False): _START + _ZERO + _INTEGERS + "}",
+    (Offset.NONE, True): _START + _MIDDLE + _of_pair("by_upper", "by_lower", 10) + _SCALED + "}",
+    (Offset.ZERO_POINT, True): _START + _OF_ZEROS + _OF_SCALES + _SCALED + "}",
+    (Offset.MINIMUM, True): _START + _ZERO + _of_pair("add_upper", "add_lower", 10) + _OF_SCALES + _ADDED + "}",
 })  # fmt: skip
 _OPERANDS = gl.constexpr([_OUTPUTS + ",r" * num for num in (2, 4, 6)])
 
@@ -81,19 +99,20 @@ def _layout_of_scales(row_warps, num_warps):
 
 
 @gluon.jit
-def unpacked(values, zeros, scales, operand: gl.constexpr, HAS_ZEROS: gl.constexpr, IS_SCALED: gl.constexpr):
+def unpacked(values, offsets, scales, operand: gl.constexpr, OFFSET: gl.constexpr, IS_SCALED: gl.constexpr):
     """Return a tile [16 * warps, 16 * steps] as bfloat16 in the registers of wgmma's left operand."""
     types: gl.constexpr = (gl.bfloat16,) * 8
-    asm: gl.constexpr = _UNPACK[HAS_ZEROS, IS_SCALED]
-    operands: gl.constexpr = _OPERANDS[HAS_ZEROS + IS_SCALED]
-    if HAS_ZEROS:
-        zeros = gl.expand_dims(gl.expand_dims(zeros, 2), 3) + gl.zeros_like(values)
+    asm: gl.constexpr = _UNPACK[OFFSET, IS_SCALED]
+    READS_OFFSETS: gl.constexpr = OFFSET == ZERO_POINT or (OFFSET == MINIMUM and IS_SCALED)
+    operands: gl.constexpr = _OPERANDS[READS_OFFSETS + IS_SCALED]
+    if READS_OFFSETS:
+        offsets = gl.expand_dims(gl.expand_dims(offsets, 2), 3) + gl.zeros_like(values)
     if IS_SCALED:
         scales = gl.expand_dims(gl.expand_dims(scales, 2), 3) + gl.zeros_like(values)
-    if HAS_ZEROS and IS_SCALED:
-        parts = gl.inline_asm_elementwise(asm, operands, [values, zeros, scales], dtype=types, is_pure=True, pack=2)
-    elif HAS_ZEROS:
-        parts = gl.inline_asm_elementwise(asm, operands, [values, zeros], dtype=types, is_pure=True, pack=2)
+    if READS_OFFSETS and IS_SCALED:
+        parts = gl.inline_asm_elementwise(asm, operands, [values, offsets, scales], dtype=types, is_pure=True, pack=2)
+    elif READS_OFFSETS:
+        parts = gl.inline_asm_elementwise(asm, operands, [values, offsets], dtype=types, is_pure=True, pack=2)
     elif IS_SCALED:
         parts = gl.inline_asm_elementwise(asm, operands, [values, scales], dtype=types, is_pure=True, pack=2)
     else:
@@ -131,15 +150,17 @@ def _in_bfloat16(pairs, SCALE_TYPE: gl.constexpr):
 @gluon.jit
 def load_part(
     tiles, tile_pairs, place, group, words: gl.constexpr,
-    HAS_ZEROS: gl.constexpr, IS_SCALED: gl.constexpr, SCALE_TYPE: gl.constexpr,
+    OFFSET: gl.constexpr, IS_SCALED: gl.constexpr, SCALE_TYPE: gl.constexpr,
 ):  # fmt: skip
-    """Return the words of values, zero points and scales; unused ones are the values."""
-    PARTS: gl.constexpr = 2 if HAS_ZEROS else 1
+    """Return the words of values, offsets and scales; unused ones are the values."""
+    PARTS: gl.constexpr = 1 if OFFSET == NONE else 2
     of_pairs: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, words))
     values = tiles.index(place).load(words)
-    zeros, scales = values, values
-    if HAS_ZEROS:
-        zeros = tile_pairs.index(group * PARTS + 1).load(of_pairs)
+    offsets, scales = values, values
+    if OFFSET == ZERO_POINT:
+        offsets = tile_pairs.index(group * PARTS + 1).load(of_pairs)
     if IS_SCALED:
         scales = _in_bfloat16(tile_pairs.index(group * PARTS).load(of_pairs), SCALE_TYPE)
-    return values, zeros, scales
+        if OFFSET == MINIMUM:
+            offsets = _in_bfloat16(tile_pairs.index(group * PARTS + 1).load(of_pairs), SCALE_TYPE)
+    return values, offsets, scales

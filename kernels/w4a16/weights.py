@@ -6,6 +6,7 @@ has the thread's eight values of 16 inputs: the bits 4 * (lower + 2 * right) of 
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -18,22 +19,32 @@ _ROWS_AT_ONCE = 2048  # of packing, whose steps have four bytes per value
 _FIRST_INTEGER = 128  # bfloat16 from 128 on: the lowest bits are an integer
 
 
+class Offset(IntEnum):
+    """What a group of integers has besides its scale."""
+
+    NONE = 0  # (value - 8) * scale
+    ZERO_POINT = 1  # (value - zero point) * scale
+    MINIMUM = 2  # value * scale + minimum
+
+
 @dataclass(frozen=True, slots=True)
 class W4Weight:
-    """A weight [N, K]: (values - zeros) * scales.
+    """A weight [N, K] of integers with a scale, and maybe an offset, per group.
 
     Attributes:
         values: [N / rows, K / inputs, rows * inputs / 8], int32, of a tile of rows x inputs.
-        scales: [N / rows, K / group, 1 or 2, rows], bfloat16 or float16, where the rows r and r + 8 are neighbors; with
-            zero points, the bits of bfloat16(128 + zero) follow.
+        scales: [N / rows, K / group, 1 or 2, rows], bfloat16 or float16, where the rows r and r + 8 are neighbors. The
+            bits of bfloat16(128 + zero point), or the minima, follow.
         group: Inputs per scale.
         is_gated: Rows alternate by eight between the halves of the weight, gate and up.
+        offset: What each group has besides its scale.
     """
 
     values: Tensor
     scales: Tensor
     group: int
     is_gated: bool
+    offset: Offset = Offset.NONE
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,10 +58,6 @@ class W4Weight:
     @property
     def tile_inputs(self) -> int:
         return min(TILE, self.group)
-
-    @property
-    def has_zeros(self) -> bool:
-        return self.scales.shape[2] == 2
 
     @property
     def nbytes(self) -> int:
@@ -67,13 +74,16 @@ def why_not_packed(shape: tuple[int, int], group: int) -> str:
     return ""
 
 
-def pack_w4(values: Tensor, scales: Tensor, zeros: Tensor | None, *, is_gated: bool) -> W4Weight:
+def pack_w4(
+    values: Tensor, scales: Tensor, zeros: Tensor | None = None, minima: Tensor | None = None, *, is_gated: bool
+) -> W4Weight:
     """Arrange a weight for the kernels.
 
     Args:
         values: [N, K], uint8, 0 to 15.
         scales: [N, K / group], bfloat16 or float16.
-        zeros: [N, K / group], uint8, 0 to 15; None: 8.
+        zeros: [N, K / group], uint8, 0 to 15; None: 8, or 0 with minima.
+        minima: [N, K / group], of the scales' dtype; None: none.
         is_gated: The halves of the rows are gate and up.
 
     Raises:
@@ -83,34 +93,38 @@ def pack_w4(values: Tensor, scales: Tensor, zeros: Tensor | None, *, is_gated: b
     group = inputs // groups
     if why := why_not_packed((rows, inputs), group):
         raise ValueError(f"a 4-bit weight: {why}")
+    offset, numbers = Offset.NONE, [scales]
+    if zeros is not None:
+        offset, numbers = Offset.ZERO_POINT, [scales, (zeros.bfloat16() + _FIRST_INTEGER).view(scales.dtype)]
+    elif minima is not None:
+        offset, numbers = Offset.MINIMUM, [scales, minima]
     if is_gated:
-        values, scales = _alternating(values), _alternating(scales)
-        zeros = None if zeros is None else _alternating(zeros)
+        values, numbers = _alternating(values), [_alternating(each) for each in numbers]
     tile_rows, tile_inputs = 2 * TILE if rows % (2 * TILE) == 0 else TILE, min(TILE, group)
     words = values.new_empty(rows // tile_rows, inputs // tile_inputs, tile_rows * tile_inputs // 8, dtype=torch.int32)
     for part, packed in zip(values.split(_ROWS_AT_ONCE), words.split(_ROWS_AT_ONCE // tile_rows), strict=True):
         packed.copy_(_words_of(part, tile_rows, tile_inputs))
-    per_group = [scales] if zeros is None else [scales, (zeros.bfloat16() + _FIRST_INTEGER).view(scales.dtype)]
-    per_tile = [_of_tiles(numbers, tile_rows) for numbers in per_group]
-    return W4Weight(words, torch.stack(per_tile, 2).contiguous(), group, is_gated)
+    per_tile = [_of_tiles(each, tile_rows) for each in numbers]
+    return W4Weight(words, torch.stack(per_tile, 2).contiguous(), group, is_gated, offset)
 
 
 def exact_weight(weight: W4Weight) -> Tensor:
-    """Return the exact weight, [N, K], float32, rows as before packing."""
-    rows, inputs = weight.shape
+    """Return the weight, [N, K], float32, rows as before packing; exact, but for the rounding of sums with minima."""
+    rows, _ = weight.shape
     tiles, steps, _ = weight.values.shape
     words = weight.values.view(tiles, steps, -1, 8, 4, weight.tile_inputs // 16, 1, 1, 1)
     shifts = torch.arange(8, device=words.device).view(2, 2, 2)  # half, right, lower
     shifts = shifts // 4 * 16 + shifts // 2 % 2 * 8 + shifts % 2 * 4
     # tile, inputs, warp, lane / 4, lane % 4, step, half, right, lower
-    values = ((words >> shifts) & 15).permute(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(rows, inputs)
-    scales, *stored_zeros = (_in_rows(part) for part in weight.scales.unbind(2))
-    zeros = torch.full_like(scales, MIDDLE, dtype=torch.float32)
-    if stored_zeros:
-        zeros = stored_zeros[0].view(torch.bfloat16).float() - _FIRST_INTEGER
-    numbers = values.view(rows, -1, weight.group) - zeros[..., None]
-    exact = (numbers * scales.float()[..., None]).flatten(1)
-    return _stacked(exact) if weight.is_gated else exact
+    values = ((words >> shifts) & 15).permute(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(rows, -1, weight.group)
+    scales, *others = (_in_rows(part)[..., None] for part in weight.scales.unbind(2))
+    if weight.offset is Offset.MINIMUM:
+        exact = values * scales.float() + others[0].float()
+    elif weight.offset is Offset.ZERO_POINT:
+        exact = (values - (others[0].view(torch.bfloat16).float() - _FIRST_INTEGER)) * scales.float()
+    else:
+        exact = (values - MIDDLE) * scales.float()
+    return _stacked(exact.flatten(1)) if weight.is_gated else exact.flatten(1)
 
 
 def _alternating(rows: Tensor) -> Tensor:

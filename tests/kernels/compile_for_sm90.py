@@ -68,7 +68,7 @@ from kernels.token_bitmask_triton import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
 from kernels.w4a16.dequantize import dequantize
 from kernels.w4a16.few_rows import w4_linear
-from kernels.w4a16.weights import W4Weight
+from kernels.w4a16.weights import Offset, W4Weight
 from tests.kernels.ingredients import ingredients, sources_read
 
 Compiled = tuple[CompiledKernel, str]  # and the log of ptxas
@@ -249,14 +249,15 @@ def short_convolutions() -> None:
 
 
 def w4_linear_layers() -> None:
-    """Compile each width, with and without zero points, and groups of 32 inputs in tiles of 64 outputs."""
+    """Compile each width, with each kind of offset, and groups of 32 inputs in tiles of 64 outputs."""
     for num_outputs, num_inputs, group, is_gated in ((28_672, 4096, 128, True), (576, 1536, 32, False)):
         tile_rows, tile_inputs = 128 if num_outputs % 128 == 0 else 64, min(64, group)
         tiles = num_outputs // tile_rows
         words = (tiles, num_inputs // tile_inputs, tile_rows * tile_inputs // 8)
-        for parts in (1, 2):
+        for offset in Offset:
+            parts = 1 if offset is Offset.NONE else 2
             scales = torch.empty(tiles, num_inputs // group, parts, tile_rows, dtype=torch.float16, device="meta")
-            weight = W4Weight(torch.empty(words, dtype=torch.int32, device="meta"), scales, group, is_gated)
+            weight = W4Weight(torch.empty(words, dtype=torch.int32, device="meta"), scales, group, is_gated, offset)
             dequantize(weight)
             for num_rows in (1, 16, 32, 64, 256):
                 w4_linear(torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta"), weight)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.w4a16.weights import GROUPS, MIDDLE, exact_weight, pack_w4, why_not_packed
+from kernels.w4a16.weights import GROUPS, MIDDLE, Offset, exact_weight, pack_w4, why_not_packed
 
 if torch.cuda.is_available():
     from kernels.w4a16.few_rows import w4_linear
@@ -20,9 +20,10 @@ SHAPES = [(1152, 576), (576, 320), (256, 256), (640, 1536)]  # steps of one, two
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("offset", [Offset.ZERO_POINT, Offset.MINIMUM])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_products_equal_float64(shape: tuple[int, int], group: int) -> None:
+def test_products_equal_float64(shape: tuple[int, int], group: int, offset: Offset) -> None:
     rows, inputs = shape
     if inputs % group or why_not_packed(shape, group):
         assert inputs % max(64, group)
@@ -30,7 +31,10 @@ def test_products_equal_float64(shape: tuple[int, int], group: int) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     values = torch.randint(16, shape, generator=generator, device="cuda", dtype=torch.uint8)
     scales = torch.randn(rows, inputs // group, generator=generator, device="cuda").half()
-    weight = pack_w4(values, scales, torch.full_like(scales, MIDDLE, dtype=torch.uint8), is_gated=False)
+    if offset is Offset.MINIMUM:
+        weight = pack_w4(values, scales, minima=scales * -MIDDLE, is_gated=False)
+    else:
+        weight = pack_w4(values, scales, torch.full_like(scales, MIDDLE, dtype=torch.uint8), is_gated=False)
     for num_rows in (1, 8, 32, 33, 64, 128, 256, 700):
         x = torch.randn(num_rows, inputs, generator=generator, device="cuda").bfloat16()
         exact = x.double() @ exact_weight(weight).double().T

@@ -3,28 +3,31 @@
 import pytest
 import torch
 
-from kernels.w4a16.weights import exact_weight, pack_w4, why_not_packed
+from kernels.w4a16.weights import Offset, exact_weight, pack_w4, why_not_packed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("offset", Offset)
 @pytest.mark.parametrize(
     ("rows", "inputs", "group", "is_gated"),
     [(128, 256, 128, False), (4096, 128, 64, True), (64, 128, 32, False), (192, 256, 128, True)],
 )
 def test_packed_weight_is_exact(
-    rows: int, inputs: int, group: int, *, is_gated: bool, has_zeros: bool, dtype: torch.dtype
+    rows: int, inputs: int, group: int, *, is_gated: bool, offset: Offset, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randint(16, (rows, inputs), dtype=torch.uint8, generator=generator)
-    zeros = torch.randint(16, (rows, inputs // group), dtype=torch.uint8, generator=generator) if has_zeros else None
     scales = (torch.rand(rows, inputs // group, generator=generator) + 0.01).to(dtype)
-    packed = pack_w4(values, scales, zeros, is_gated=is_gated)
-    middles = torch.full_like(scales, 8) if zeros is None else zeros
-    numbers = values.view(rows, -1, group).float() - middles.float()[..., None]
-    assert torch.equal(exact_weight(packed), (numbers * scales.float()[..., None]).flatten(1))
+    others = torch.randint(16, (rows, inputs // group), dtype=torch.uint8, generator=generator)
+    minima = (-scales * others).to(dtype)
+    arguments = {Offset.NONE: {}, Offset.ZERO_POINT: {"zeros": others}, Offset.MINIMUM: {"minima": minima}}[offset]
+    packed = pack_w4(values, scales, **arguments, is_gated=is_gated)
+    added = minima.float() if offset is Offset.MINIMUM else torch.zeros_like(scales, dtype=torch.float32)
+    zeros = {Offset.NONE: torch.full_like(others, 8), Offset.ZERO_POINT: others}.get(offset, torch.zeros_like(others))
+    numbers = values.view(rows, -1, group).float() - zeros.float()[..., None]
+    assert torch.equal(exact_weight(packed), (numbers * scales.float()[..., None] + added[..., None]).flatten(1))
     assert packed.shape == (rows, inputs)
-    assert packed.nbytes == rows * inputs // 2 + scales.nbytes * (2 if has_zeros else 1)
+    assert packed.nbytes == rows * inputs // 2 + scales.nbytes * (1 if offset is Offset.NONE else 2)
 
 
 @pytest.mark.parametrize(

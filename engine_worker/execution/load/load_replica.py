@@ -147,7 +147,8 @@ def _with_quantization(settings: ExecutionSettings, device: torch.device) -> Exe
 def _with_dtypes(settings: ExecutionSettings, blueprint: Blueprint, device: torch.device) -> ExecutionSettings:
     """Resolve `auto` of both types. Logs the reason if one is not the checkpoint's type."""
     saved = blueprint.shape.dtype
-    if settings.dtype == "auto" and saved == "float16" and blueprint.weight_kind == "int4" and device.type == "cuda":
+    has_4_bits = blueprint.weight_kind == "int4" or settings.quantization == "as-stored"
+    if settings.dtype == "auto" and saved == "float16" and has_4_bits and device.type == "cuda":
         logger.info("--dtype auto is bfloat16, the type of the kernels for 4-bit weights; the checkpoint has float16")
         settings = replace(settings, dtype="bfloat16")
     choice = chosen_kv_cache_dtype(settings, saved)

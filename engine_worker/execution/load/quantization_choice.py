@@ -1,6 +1,7 @@
 """Resolve `--quantization auto` for a model on a device, with the reason.
 
-On a CPU it is `as-stored` for a GGUF file and for 4-bit integers with the C++ kernels, else `none`.
+It is `as-stored` for a GGUF file; on a CPU with the C++ kernels also for 4-bit integers. Otherwise it is `none`, or on
+a GPU the checkpoint's format.
 """
 
 from collections.abc import Callable
@@ -30,11 +31,11 @@ def chosen_quantization(
         why_no_kernels: Returns why the C++ kernels are missing, or an empty text. Called last; it may compile them.
     """
     is_auto = settings.quantization in {"auto", *METHODS}
-    if not is_auto or device != "cpu" or not (what := _in_groups(settings)):
+    if not is_auto or not (what := _in_groups(settings, device)):
         return QuantizationChoice(quantization=settings.quantization)
-    if wanted := _asked_for_more(settings):
+    if wanted := _asked_for_more(settings, device):
         return QuantizationChoice(quantization="none", reason=f"--quantization auto is none: {wanted}")
-    if lacking := why_no_kernels():
+    if device == "cpu" and (lacking := why_no_kernels()):
         return QuantizationChoice(
             quantization="none",
             reason="--quantization auto is none, which is slower: as-stored needs C++ kernels, which are missing: "
@@ -45,18 +46,20 @@ def chosen_quantization(
     return QuantizationChoice(quantization="as-stored", reason=reason)
 
 
-def _in_groups(settings: ExecutionSettings) -> str:
-    """Return what the model has in groups of 4 or 8 bits, or an empty string."""
+def _in_groups(settings: ExecutionSettings, device: str) -> str:
+    """Return what the model has in groups of 4 or 8 bits and the device multiplies, or an empty string."""
     if settings.quantization == "auto" and (settings.model / STORED_BLOCKS).is_file():
-        return "the GGUF file's 4- and 8-bit blocks"
+        return f"the GGUF file's {'4- and 8-bit' if device == 'cpu' else '4-bit'} blocks"
+    if device != "cpu":
+        return ""
     stored = weight_format(read_model_files(settings.model).config)
     check_method(stored, settings.quantization)
     return f"the 4-bit integers ({stored.name})" if stored.kind == "int4" else ""
 
 
-def _asked_for_more(settings: ExecutionSettings) -> str:
+def _asked_for_more(settings: ExecutionSettings, device: str) -> str:
     """Return why as-stored would break another option; empty if it would not."""
-    if settings.dtype != "auto":
+    if settings.dtype not in {"auto", "bfloat16" if device == "cuda" else "auto"}:
         return f"--dtype {settings.dtype} requires linear layers of that type"
     if settings.load_format == "dummy":
         return "--load-format dummy does not read the file"

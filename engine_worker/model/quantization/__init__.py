@@ -31,13 +31,21 @@ def linear_method(stored: WeightFormat, device_type: str, is_deterministic: bool
         from engine_worker.model.quantization import fp8  # noqa: PLC0415 - only fp8 models need it
 
         return fp8.method(stored, device_type, is_deterministic)
-    if stored.in_groups:
-        from engine_worker.model.quantization import grouped  # noqa: PLC0415 - as above
-
-        return grouped.method(stored, device_type)
+    if stored.in_groups or stored.blocks:
+        return _of_groups(stored, device_type, is_deterministic)
     from engine_worker.model.quantization import dense  # noqa: PLC0415
 
     return dense.method(device_type, is_deterministic)
+
+
+def _of_groups(stored: WeightFormat, device_type: str, is_deterministic: bool) -> LinearMethod:
+    if device_type == "cuda":
+        from engine_worker.model.quantization import blocks_cuda  # noqa: PLC0415 - imports triton
+
+        return blocks_cuda.method(stored, is_deterministic)
+    from engine_worker.model.quantization import grouped  # noqa: PLC0415 - only such models need it
+
+    return grouped.method(stored, device_type)
 
 
 def dense_tensor(source: WeightSource, stored: WeightFormat, name: str, shape: tuple[int, int]) -> Tensor:

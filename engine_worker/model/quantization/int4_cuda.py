@@ -60,7 +60,7 @@ class Int4Method:
         schemes = [scheme for name in spec.names if isinstance(scheme := self._format.scheme_of(name), Int4Scheme)]
         if not schemes:
             return self._dequantized.load(spec, source)
-        if why := _why_not(source) or self._why_dequantized(spec, schemes):
+        if why := why_no_kernels(source) or self._why_dequantized(spec, schemes):
             _log(spec.role, why)
             return self._dequantized.load(spec, source)
         weight = _packed(self._numbers(spec, schemes, source), is_gated=spec.role is Role.GATE_UP)
@@ -74,7 +74,7 @@ class Int4Method:
         first = schemes[0]
         if not isinstance(first, Int4Scheme):
             return self._dequantized.experts(load, source)
-        if why := _why_not(source) or self._why_no_experts(linears, schemes, first):
+        if why := why_no_kernels(source) or self._why_no_experts(linears, schemes, first):
             _log("experts", why)
             return self._dequantized.experts(load, source)
 
@@ -146,7 +146,7 @@ def _no_group(inputs: int) -> str:
     return f"they have {inputs} inputs, and the kernels need multiples of {GROUPS[-1]}"
 
 
-def _why_not(source: WeightSource) -> str:
+def why_no_kernels(source: WeightSource) -> str:
     """Return why no layer has 4 bits on this device, or an empty string."""
     if not is_hopper(source.device):
         return f"the kernels need sm_90 (Hopper), and this is {torch.cuda.get_device_name(source.device)}"

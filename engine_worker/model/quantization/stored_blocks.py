@@ -23,13 +23,17 @@ class StoredBlocks:
         self._file = safe_open(path, framework="pt")
         self._types: dict[str, str] = self._file.metadata() or {}
 
+    def type_of(self, name: str) -> str:
+        """Return ggml's name of a tensor's blocks, or an empty string if it is not stored."""
+        return self._types.get(name, "")
+
     def get(self, name: str, shape: tuple[int, int]) -> GroupedWeight | None:
         """Return a tensor's blocks, or None if it is not stored.
 
         Raises:
             ValueError: If its shape is not `shape`.
         """
-        format_ = _FORMATS.get(self._types.get(name, ""))
+        format_ = _FORMATS.get(self.type_of(name))
         if format_ is None:
             return None
         rows = self._file.get_tensor(name)

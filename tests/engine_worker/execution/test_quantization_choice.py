@@ -59,12 +59,19 @@ def test_quantization_auto_without_kernels_logs_reason(model: Path) -> None:
     assert choice.reason.endswith("there is no C++ compiler") and "slower" in choice.reason
 
 
-def test_quantization_explicit_gpu_or_no_blocks_is_kept(model: Path, tmp_path: Path) -> None:
+def test_quantization_explicit_or_without_blocks_is_kept(model: Path, tmp_path: Path) -> None:
     for flag in ("none", "fp8", "int8", "as-stored"):
         assert chosen(model, not_asked, quantization=flag) == flag
-    assert chosen(model, not_asked, device="cuda") == "auto"
     (model / STORED_BLOCKS).unlink()
-    assert chosen(tmp_path, not_asked) == "auto"
+    for device in ("cpu", "cuda"):
+        assert chosen(tmp_path, not_asked, device) == "auto"
+
+
+def test_quantization_auto_gguf_on_a_gpu_is_as_stored_in_bfloat16(model: Path) -> None:
+    for dtype in ("auto", "bfloat16"):
+        assert chosen(model, not_asked, "cuda", dtype=dtype) == "as-stored"
+    for other in ({"dtype": "float16"}, {"tensor_parallel_size": 2}):
+        assert chosen(model, not_asked, "cuda", **other) == "none"
 
 
 def test_quantization_auto_multiplies_4_bit_integers(tmp_path: Path) -> None:
