@@ -3,8 +3,8 @@
     python -m bench w4 --out DIR [--rows N ...] [--group 32] [--minima]
 
 The chain of a layer's four products runs in a CUDA graph over eight layers of distinct weights (0.9 GB), whose scales
-cover 128 inputs. --group 32 --minima: as in Q4_1 and Q4_K of GGUF files. The limit is bytes / read ceiling, measured in the same run; cuBLAS multiplies the same shapes in
-bfloat16. Writes DIR/w4.json.
+cover 128 inputs; GGUF's Q4_1 and Q4_K have groups of 32 with minima. The limit is bytes / read ceiling, measured in the
+same run; cuBLAS multiplies the same shapes in bfloat16. Writes DIR/w4.json.
 """
 
 import argparse

@@ -32,7 +32,7 @@ def random_weight(
     scales = torch.rand(num_outputs, groups, device=generator.device, generator=generator) * 0.01 + 0.001
     scales = scales.bfloat16() if offset is Offset.NONE else scales.half()
     zeros = integers(groups) if offset is Offset.ZERO_POINT else None
-    minima = scales * -integers(groups) if offset is Offset.MINIMUM else None
+    minima = -(scales * integers(groups)) if offset is Offset.MINIMUM else None
     return pack_w4(integers(num_inputs), scales, zeros, minima, is_gated=is_gated)
 
 

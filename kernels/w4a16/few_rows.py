@@ -72,8 +72,12 @@ def _request_weights(
 
 @gluon.jit
 def _request_rows(
-    x, rows, full, unit, stage, wanted, first_row, steps, INPUTS: gl.constexpr, CHUNKS: gl.constexpr
+    x, rows, row_sums, sums_ring, full, unit, stage, wanted, first_row, steps,
+    INPUTS: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
+    if row_sums is not None:
+        place = [unit % steps * GROUPS, 0]
+        tma.async_copy_global_to_shared(row_sums, place, full.index(stage), sums_ring.index(stage), pred=wanted)
     for chunk in gl.static_range(CHUNKS):
         place = [first_row, (unit % steps * CHUNKS + chunk) * INPUTS]
         tma.async_copy_global_to_shared(x, place, full.index(stage), rows.index(stage * CHUNKS + chunk), pred=wanted)
@@ -81,8 +85,8 @@ def _request_rows(
 
 @gluon.jit
 def _produce(
-    weight, scales, x, ring, scale_ring, rows, full, empty, first_unit, num_units, first_row, steps,
-    BYTES: gl.constexpr, VALUE_ROWS: gl.constexpr, GROUPS: gl.constexpr, INPUTS: gl.constexpr, CHUNKS: gl.constexpr,
+    weight, scales, x, row_sums, ring, scale_ring, rows, sums_ring, full, empty, first_unit, num_units, first_row,
+    steps, BYTES: gl.constexpr, VALUE_ROWS: gl.constexpr, GROUPS: gl.constexpr, INPUTS: gl.constexpr, CHUNKS: gl.constexpr,
     NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring. The first weights are requested before the dependency wait, the rows after it."""
@@ -94,12 +98,12 @@ def _produce(
     gdc_wait()
     for early in gl.static_range(NUM_STAGES):
         unit, wanted = first_unit + early, early < num_units
-        _request_rows(x, rows, full, unit, early, wanted, first_row, steps, INPUTS, CHUNKS)
+        _request_rows(x, rows, row_sums, sums_ring, full, unit, early, wanted, first_row, steps, INPUTS, CHUNKS, GROUPS)
     for step in range(NUM_STAGES, num_units):
         stage, unit = step % NUM_STAGES, first_unit + step
         mbarrier.wait(empty.index(stage), (step // NUM_STAGES & 1) ^ 1)
         _request_weights(weight, scales, ring, scale_ring, full, unit, stage, True, BYTES, VALUE_ROWS, GROUPS)
-        _request_rows(x, rows, full, unit, stage, True, first_row, steps, INPUTS, CHUNKS)
+        _request_rows(x, rows, row_sums, sums_ring, full, unit, stage, True, first_row, steps, INPUTS, CHUNKS, GROUPS)
 
 
 @gluon.jit
@@ -134,21 +138,16 @@ def _multiply_values(
 
 @gluon.jit
 def _multiply_integers(
-    tiles, tile_pairs, tile_scales, rows, stage, total, row_sums, sums_stride, row_of_x, words: gl.constexpr,
+    tiles, tile_pairs, tile_scales, rows, unit_sums, stage, total, words: gl.constexpr,
     CHUNKS: gl.constexpr, GROUPS: gl.constexpr, OFFSET: gl.constexpr, SCALE_TYPE: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of a unit: sums of integers, scaled, and the sums of each group's inputs times its minima.
-
-    `row_sums` points to the unit's first sums; those of the rows `row_of_x` are read.
-    """
+    """Add the products of a unit: sums of integers, scaled, and the sums of each group's inputs times its minima."""
     PER_GROUP: gl.constexpr = CHUNKS // GROUPS
     PARTS: gl.constexpr = 1 if OFFSET == NONE else 2
     sums: gl.constexpr = total.type.layout
     for group in gl.static_range(GROUPS):
         product = gl.zeros(total.shape, gl.float32, sums)
-        if OFFSET == MINIMUM:
-            of_rows = gl.load(row_sums + group * sums_stride + row_of_x, mask=row_of_x < sums_stride, other=0.0)
         for chunk in gl.static_range(PER_GROUP):
             place = stage * CHUNKS + group * PER_GROUP + chunk
             values, offsets, scales = load_part(
@@ -161,6 +160,7 @@ def _multiply_integers(
         total += product * scales_of(of_group, gl.SliceLayout(1, sums), SCALE_TYPE, num_warps)[:, None]
         if OFFSET == MINIMUM:
             minima = tile_scales.index((stage * GROUPS + group) * PARTS + 1)
+            of_rows = unit_sums.index(stage * GROUPS + group).load(gl.SliceLayout(0, sums))
             total += scales_of(minima, gl.SliceLayout(1, sums), SCALE_TYPE, num_warps)[:, None] * of_rows[None, :]
     return total
 
@@ -233,7 +233,7 @@ def _store(
 
 @gluon.jit
 def _consume(
-    tiles, tile_pairs, tile_scales, rows, full, empty, row_sums, bias, output, partials, arrivals, num_rows, share,
+    tiles, tile_pairs, tile_scales, rows, unit_sums, full, empty, bias, output, partials, arrivals, num_rows, share,
     row_block, first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks,
     GATED: gl.constexpr, IS_GELU: gl.constexpr, OFFSET: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
     NUM_STAGES: gl.constexpr, SCALE_TYPE: gl.constexpr, AT_ONCE: gl.constexpr, num_warps: gl.constexpr,
@@ -249,7 +249,6 @@ def _consume(
         else gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_M, 16])
     )
     operand: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-    row_of_x = row_block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, sums))
     gdc_wait()  # before the first store: the memory may still be read by the previous kernel
     step = 0
     for tile in range(first_unit // steps, (end_unit + steps - 1) // steps):
@@ -261,8 +260,7 @@ def _consume(
             mbarrier.wait(full.index(stage), step // NUM_STAGES & 1)
             if SCALES_SUMS:
                 total = _multiply_integers(
-                    tiles, tile_pairs, tile_scales, rows, stage, total,
-                    row_sums + unit % steps * GROUPS * num_rows if OFFSET == MINIMUM else row_sums, num_rows, row_of_x,
+                    tiles, tile_pairs, tile_scales, rows, unit_sums, stage, total,
                     words, CHUNKS, GROUPS, OFFSET, SCALE_TYPE, num_warps,
                 )  # fmt: skip
                 gl.thread_barrier()  # all warps have read the words
@@ -301,7 +299,8 @@ def w4_linear_kernel(
     INPUTS: gl.constexpr = 16 * WORD_STEPS
     VALUE_ROWS: gl.constexpr = CHUNKS * BOXES * WORD_STEPS // 2
     WEIGHT_BYTES: gl.constexpr = VALUE_ROWS * 1024 + GROUPS * PARTS * BOXES * 128
-    BYTES: gl.constexpr = WEIGHT_BYTES + CHUNKS * BLOCK_M * INPUTS * 2
+    SUM_BYTES: gl.constexpr = 0 if row_sums is None else GROUPS * BLOCK_M * 4
+    BYTES: gl.constexpr = WEIGHT_BYTES + CHUNKS * BLOCK_M * INPUTS * 2 + SUM_BYTES
     ring = gl.allocate_shared_memory(gl.int32, [NUM_STAGES, VALUE_ROWS, 256], weight.layout)
     scale_ring = gl.allocate_shared_memory(gl.int32, [NUM_STAGES, GROUPS, 32 * BOXES * PARTS], scales.layout)
     rows = gl.allocate_shared_memory(x.dtype, [NUM_STAGES * CHUNKS, BLOCK_M, INPUTS], x.layout)
@@ -312,6 +311,11 @@ def w4_linear_kernel(
     tiles = ring._reinterpret(gl.int32, [NUM_STAGES * CHUNKS, 4 * BOXES, 8, 4, WORD_STEPS], plain4)
     tile_scales = scale_ring._reinterpret(gl.int16, [NUM_PARTS, 4 * BOXES, 8, 2], plain3)
     tile_pairs = scale_ring._reinterpret(gl.int32, [NUM_PARTS, 4 * BOXES, 8], plain2)
+    sums_ring, unit_sums = rows, rows  # unused
+    if row_sums is not None:
+        plain1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        sums_ring = gl.allocate_shared_memory(gl.int32, [NUM_STAGES, GROUPS, BLOCK_M], row_sums.layout)
+        unit_sums = sums_ring._reinterpret(gl.float32, [NUM_STAGES * GROUPS, BLOCK_M], plain1)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for early in gl.static_range(NUM_STAGES):
@@ -322,13 +326,14 @@ def w4_linear_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                tiles, tile_pairs, tile_scales, rows, full, empty, row_sums, bias, output, partials, arrivals, num_rows,
-                share, row_block, first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks, GATED,
-                IS_GELU, OFFSET, CHUNKS, GROUPS, NUM_STAGES, SCALE_TYPE, AT_ONCE, num_warps,
+                tiles, tile_pairs, tile_scales, rows, unit_sums, full, empty, bias, output, partials, arrivals,
+                num_rows, share, row_block, first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks,
+                GATED, IS_GELU, OFFSET, CHUNKS, GROUPS, NUM_STAGES, SCALE_TYPE, AT_ONCE, num_warps,
             )),
             (_produce, (
-                weight, scales, x, ring, scale_ring, rows, full, empty, first_unit, end_unit - first_unit,
-                row_block * BLOCK_M, steps, BYTES, VALUE_ROWS, GROUPS, INPUTS, CHUNKS, NUM_STAGES,
+                weight, scales, x, row_sums, ring, scale_ring, rows, sums_ring, full, empty, first_unit,
+                end_unit - first_unit, row_block * BLOCK_M, steps, BYTES, VALUE_ROWS, GROUPS, INPUTS, CHUNKS,
+                NUM_STAGES,
             )),
         ],
         [1],
@@ -361,18 +366,18 @@ def w4_linear(x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: 
     chunks, groups, steps = step_inputs // inputs, step_inputs // weight.group, num_inputs // step_inputs
     num_tiles = num_weights // weight.tile_rows
     weight_bytes = weight.tile_rows * step_inputs // 2 + groups * parts * boxes * 128
-    stage_bytes = weight_bytes + block_m * step_inputs * 2
+    reads_sums = weight.offset is Offset.MINIMUM and num_rows <= INVARIANT_ROWS
+    stage_bytes = weight_bytes + block_m * step_inputs * 2 + (groups * block_m * 4 if reads_sums else 0)
     free_bytes = _SHARED_BYTES // tiles.programs_per_sm - 2 * weight.tile_rows * block_m - 1024
     num_shares = min(num_tiles * steps, tiles.shares)
     num_warps = min(tiles.num_warps, 4 * boxes)
     assert num_tiles * row_blocks <= _MAX_TILES
-    reads_sums = weight.offset is Offset.MINIMUM and num_rows <= INVARIANT_ROWS
     sizes = 2 * num_shares * row_blocks * weight.tile_rows * block_m
     w4_linear_kernel[(num_shares * row_blocks,)](
         _words(weight.values, chunks * boxes * inputs // 32, _WORD_COLUMNS),
         _words(weight.scales, groups, 32 * boxes * parts),
         _rows(x, block_m, inputs),
-        group_sums(x, weight.group) if reads_sums else None,
+        _words(group_sums(x, weight.group, block_m), groups, block_m) if reads_sums else None,
         bias,
         output,
         x.new_empty(sizes, dtype=torch.float32),

@@ -38,7 +38,7 @@ _START = """
     { .reg .b32 t, u, magic, upper, lower, by_upper, by_lower, add_upper, add_lower; mov.b32 magic, 0x43004300;
 """
 _MIDDLE = "mov.b32 upper, 0x43084308; mov.b32 lower, 0x43084308;"
-_ZERO = "mov.b32 upper, magic; mov.b32 lower, magic;"
+_FIRST = "mov.b32 upper, magic; mov.b32 lower, magic;"
 _OUTPUTS = "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r"
 
 
@@ -54,18 +54,31 @@ def _of_pair(upper: str, lower: str, register: int) -> str:
     return f"prmt.b32 {upper}, ${register}, ${register}, 0x1010; prmt.b32 {lower}, ${register}, ${register}, 0x3232;"
 
 
+def _middle_of(widen: str) -> str:
+    """Return instructions that make two middles; `widen` makes float32 {wide} of the 16 bits {narrow}."""
+    halves = "".join(
+        widen.format(wide=wide, narrow=narrow) for wide, narrow in (("sl", "a"), ("sh", "b"), ("ml", "c"), ("mh", "d"))
+    )
+    return (
+        "{ .reg .b16 a, b, c, d; .reg .f32 sl, sh, ml, mh; mov.b32 {a, b}, $1; mov.b32 {c, d}, $2;" + halves +
+        "fma.rn.f32 ml, sl, 0f41000000, ml; fma.rn.f32 mh, sh, 0f41000000, mh; cvt.rn.bf16x2.f32 $0, mh, ml; }"
+    )  # fmt: skip
+
+
+_MIDDLE_OF_FLOAT16 = gl.constexpr(_middle_of("cvt.f32.f16 {wide}, {narrow};"))
+_MIDDLE_OF_BFLOAT16 = gl.constexpr(_middle_of("cvt.f32.bf16 {wide}, {narrow};"))
 _INTEGERS = _both_words(_UNPACK_WORD)
 _SCALED = _INTEGERS + _both_words(_SCALE_WORD)
 _ADDED = _INTEGERS + _both_words(_ADD_WORD)
 _OF_ZEROS, _OF_SCALES = _of_pair("upper", "lower", 10), _of_pair("by_upper", "by_lower", 12)
-# By (offset, is scaled). Registers 10 and 11 have the zero points or minima, if they are read; the scales follow.
+# By (offset, is scaled). Registers 10 and 11 have the zero points, or what value 8 stands for; the scales follow.
 _UNPACK = gl.constexpr({
     (Offset.NONE, False): _START + _MIDDLE + _INTEGERS + "}",
     (Offset.ZERO_POINT, False): _START + _OF_ZEROS + _INTEGERS + "}",
-    (Offset.MINIMUM, False): _START + _ZERO + _INTEGERS + "}",
+    (Offset.MINIMUM, False): _START + _FIRST + _INTEGERS + "}",
     (Offset.NONE, True): _START + _MIDDLE + _of_pair("by_upper", "by_lower", 10) + _SCALED + "}",
     (Offset.ZERO_POINT, True): _START + _OF_ZEROS + _OF_SCALES + _SCALED + "}",
-    (Offset.MINIMUM, True): _START + _ZERO + _of_pair("add_upper", "add_lower", 10) + _OF_SCALES + _ADDED + "}",
+    (Offset.MINIMUM, True): _START + _MIDDLE + _of_pair("add_upper", "add_lower", 10) + _OF_SCALES + _ADDED + "}",
 })  # fmt: skip
 _OPERANDS = gl.constexpr([_OUTPUTS + ",r" * num for num in (2, 4, 6)])
 
@@ -148,6 +161,13 @@ def _in_bfloat16(pairs, SCALE_TYPE: gl.constexpr):
 
 
 @gluon.jit
+def _middles(scales, minima, SCALE_TYPE: gl.constexpr):
+    """Return words of two bfloat16, 8 * scale + minimum, which is nearer to 0 than the minimum: less is rounded."""
+    asm: gl.constexpr = _MIDDLE_OF_FLOAT16 if gl.float16 == SCALE_TYPE else _MIDDLE_OF_BFLOAT16
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [scales, minima], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def load_part(
     tiles, tile_pairs, place, group, words: gl.constexpr,
     OFFSET: gl.constexpr, IS_SCALED: gl.constexpr, SCALE_TYPE: gl.constexpr,
@@ -162,5 +182,6 @@ def load_part(
     if IS_SCALED:
         scales = _in_bfloat16(tile_pairs.index(group * PARTS).load(of_pairs), SCALE_TYPE)
         if OFFSET == MINIMUM:
-            offsets = _in_bfloat16(tile_pairs.index(group * PARTS + 1).load(of_pairs), SCALE_TYPE)
+            minima = tile_pairs.index(group * PARTS + 1).load(of_pairs)
+            offsets = _middles(tile_pairs.index(group * PARTS).load(of_pairs), minima, SCALE_TYPE)
     return values, offsets, scales

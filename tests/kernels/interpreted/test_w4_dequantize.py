@@ -14,6 +14,6 @@ def test_dequantized_weight_is_exact(rows: int, inputs: int, group: int, *, is_g
     values = torch.randint(16, (rows, inputs), dtype=torch.uint8, generator=generator)
     scales = torch.rand(rows, inputs // group, generator=generator).half()
     zeros = torch.randint(16, scales.shape, dtype=torch.uint8, generator=generator)
-    others = {Offset.ZERO_POINT: {"zeros": zeros}, Offset.MINIMUM: {"minima": -zeros * scales}}
+    others = {Offset.ZERO_POINT: {"zeros": zeros}, Offset.MINIMUM: {"minima": -(zeros * scales)}}
     packed = pack_w4(values, scales, **others.get(offset, {}), is_gated=is_gated)
     assert torch.equal(dequantize(packed, torch.float32), exact_weight(packed))
