@@ -86,8 +86,8 @@ def _request_rows(
 @gluon.jit
 def _produce(
     weight, scales, x, row_sums, ring, scale_ring, rows, sums_ring, full, empty, first_unit, num_units, first_row,
-    steps, BYTES: gl.constexpr, VALUE_ROWS: gl.constexpr, GROUPS: gl.constexpr, INPUTS: gl.constexpr, CHUNKS: gl.constexpr,
-    NUM_STAGES: gl.constexpr,
+    steps, BYTES: gl.constexpr, VALUE_ROWS: gl.constexpr, GROUPS: gl.constexpr, INPUTS: gl.constexpr,
+    CHUNKS: gl.constexpr, NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring. The first weights are requested before the dependency wait, the rows after it."""
     for early in gl.static_range(NUM_STAGES):
