@@ -10,7 +10,7 @@ from engine_worker.model.quantization.int4_cuda import W4Linear
 from engine_worker.model.specs.mlp import GELU_TANH, SILU
 from kernels.silu_and_mul import gelu_tanh_and_mul_reference, silu_and_mul_reference
 from kernels.w4a16.dequantize import dequantize
-from kernels.w4a16.few_rows import INVARIANT_ROWS
+from kernels.w4a16.few_rows import FEW_ROWS_WITH_MINIMA, INVARIANT_ROWS
 from kernels.w4a16.weights import Offset, W4Weight, exact_weight, pack_w4
 
 # outputs, inputs, group: whole tiles of 128 rows, an odd number of tiles of 64, few tiles that many programs share
@@ -50,8 +50,8 @@ def check_linear(num_outputs: int, num_inputs: int, group: int, num_rows: int, *
             linear = W4Linear(weight, bias, is_deterministic=False)
             call = partial(linear, x) if gate is None else partial(linear.gated, x, gate)
             output = poisoned(call)
-            # With more rows than INVARIANT_ROWS weights are rounded too, and scales in float16.
-            units = 2 if num_rows <= INVARIANT_ROWS else 4
+            # With more rows weights are rounded too, and scales in float16.
+            units = 2 if num_rows <= (FEW_ROWS_WITH_MINIMA if offset is Offset.MINIMUM else INVARIANT_ROWS) else 4
             errors.append(measure_error(output, exact, units * rounding_tolerance(torch.bfloat16)))
             errors += [same_bits(call(), output) for _ in range(3)]
         return errors

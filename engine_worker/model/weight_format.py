@@ -352,8 +352,8 @@ def chosen_format(
     if quantization == "as-stored" and blocks is None:
         raise ValueError(
             f"--quantization as-stored needs 4-bit integers (compressed-tensors, gptq, awq), or {STORED_BLOCKS}, which "
-            "the conversion of a GGUF file writes for Q4_0, Q4_1 and Q8_0; --quantization int8 and int4 quantize other "
-            "weights while loading"
+            "the conversion of a quantized GGUF file writes; --quantization int8 and int4 quantize other weights while "
+            "loading"
         )
     if quantization == "as-stored":
         return replace(AS_STORED_ON_GPUS if int4_group else AS_STORED, blocks=blocks)

@@ -30,7 +30,8 @@ from kernels.w4a16.unpack import MINIMUM, NONE, layout_of_words, load_part, scal
 from kernels.w4a16.weights import Offset, W4Weight
 
 MAX_ROWS = 768  # with more, dequantizing and the library's product take less time
-INVARIANT_ROWS = 32  # up to here a row has the same bits whatever their number
+INVARIANT_ROWS = 32  # up to here a row has the same bits whatever their number, if `is_invariant`
+FEW_ROWS_WITH_MINIMA = 16  # 32 rows take 140 us with scaled sums, and 64 take 103 us with scaled values (H200)
 _INVARIANT_ROWS = gl.constexpr(INVARIANT_ROWS)
 _MAX_BLOCK_M = 128  # rows of a program
 _SHARED_BYTES = 225 * 1024  # of an SM, less barriers
@@ -341,7 +342,9 @@ def w4_linear_kernel(
     )  # fmt: skip
 
 
-def w4_linear(x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: bool = False) -> Tensor:
+def w4_linear(
+    x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: bool = False, *, is_invariant: bool = False
+) -> Tensor:
     """Return x @ weight.T + bias, or activation(gate) * up of a gated weight.
 
     Args:
@@ -349,6 +352,7 @@ def w4_linear(x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: 
         weight: [N, K].
         bias: [N], added to the float32 sums; None: 0.
         is_gelu: The activation is gelu_tanh, otherwise silu.
+        is_invariant: Up to INVARIANT_ROWS rows have the same bits whatever their number.
 
     Returns:
         [T, N], or [T, N / 2] of a gated weight, bfloat16. Gate and up are rounded before they are multiplied.
@@ -359,14 +363,16 @@ def w4_linear(x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: 
     output = x.new_empty(num_rows, num_outputs)
     if num_rows == 0:
         return output
-    tiles = tiles_for(num_rows)
+    has_minima = weight.offset is Offset.MINIMUM
+    scales_sums = num_rows <= (FEW_ROWS_WITH_MINIMA if has_minima and not is_invariant else INVARIANT_ROWS)
+    tiles = tiles_for(num_rows, scales_sums)
     block_m, boxes, inputs = tiles.block_m, weight.tile_rows // 64, weight.tile_inputs
     parts, row_blocks = weight.scales.shape[2], triton.cdiv(num_rows, block_m)
     step_inputs = _step_inputs(num_inputs, weight.group, tiles.step_inputs)
     chunks, groups, steps = step_inputs // inputs, step_inputs // weight.group, num_inputs // step_inputs
     num_tiles = num_weights // weight.tile_rows
     weight_bytes = weight.tile_rows * step_inputs // 2 + groups * parts * boxes * 128
-    reads_sums = weight.offset is Offset.MINIMUM and num_rows <= INVARIANT_ROWS
+    reads_sums = has_minima and scales_sums
     stage_bytes = weight_bytes + block_m * step_inputs * 2 + (groups * block_m * 4 if reads_sums else 0)
     free_bytes = _SHARED_BYTES // tiles.programs_per_sm - 2 * weight.tile_rows * block_m - 1024
     num_shares = min(num_tiles * steps, tiles.shares)
@@ -406,9 +412,9 @@ def w4_linear(x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: 
     return output
 
 
-def tiles_for(num_rows: int) -> W4Tiles:
-    """Return the tiles for a number of rows."""
-    if num_rows <= INVARIANT_ROWS:
+def tiles_for(num_rows: int, scales_sums: bool) -> W4Tiles:
+    """Return the tiles for a number of rows, whose sums are scaled, or the values."""
+    if scales_sums:
         # The steps are those of any number of rows, and so are the bits.
         block_m = max(8, triton.next_power_of_2(num_rows))
         return W4Tiles(block_m, 256, 2, NUM_SMS, num_warps=4 if block_m == 32 else 8)

@@ -6,7 +6,7 @@ With more rows the library multiplies dequantized weights. A layer that the kern
 
 import logging
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -131,9 +131,11 @@ class W4Linear:
         return gelu_tanh_and_mul(both) if is_gelu else silu_and_mul(both)
 
     def _few(self, x: Tensor, *, is_gelu: bool) -> Tensor | None:
-        if self._is_deterministic and len(x) > INVARIANT_ROWS:
-            return torch.cat([w4_linear(part, self._weight, self._bias, is_gelu) for part in x.split(INVARIANT_ROWS)])
-        return w4_linear(x, self._weight, self._bias, is_gelu) if len(x) <= MAX_ROWS else None
+        multiply = partial(w4_linear, weight=self._weight, bias=self._bias, is_gelu=is_gelu)
+        if self._is_deterministic:
+            parts = [multiply(part, is_invariant=True) for part in x.split(INVARIANT_ROWS)]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return multiply(x) if len(x) <= MAX_ROWS else None
 
 
 @cache
