@@ -82,8 +82,8 @@ class ExecutionSettings:
         "auto",
         choices=QUANTIZATIONS,
         help="weights of linear layers; auto: the checkpoint's (GGUF, and 4 bits on a CPU: as-stored if possible); "
-        "none: 16 bits; fp8, int4, int8 (CPU): quantized at load; mxfp4, awq, gptq, compressed-tensors: required of the "
-        "checkpoint; as-stored: GGUF blocks (GPU: of 4 bits) and 4-bit integers in place",
+        "none: 16 bits; fp8, int4, int8 (CPU): quantized at load; mxfp4, awq, gptq, compressed-tensors: required of "
+        "the checkpoint; as-stored: GGUF blocks (GPU: of 4 bits) and 4-bit integers in place",
     )
     int4_group_size: int | None = setting(
         None,
