@@ -21,8 +21,9 @@ def model_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
     Raises:
         ConversionError: If the file has no required key, or the model is not supported.
     """
-    if file.of_model("expert_count", 0):
-        raise ConversionError("mixture-of-experts models are not supported")
+    if bool(file.of_model("expert_count", 0)) != family.has_experts:
+        without = "without" if family.has_experts else "with"
+        raise ConversionError(f"GGUF architecture {file.architecture!r} is not supported {without} experts")
     num_heads, hidden_size = (file.of_model_required(key) for key in ("attention.head_count", "embedding_length"))
     head_dim = file.of_model("attention.key_length", hidden_size // num_heads)
     rotated = file.of_model("rope.dimension_count", head_dim)
@@ -45,6 +46,7 @@ def model_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
         "torch_dtype": _dtype(file),
         **_token_ids(file),
+        **(_experts(file) if family.has_experts else {}),
         **family.config,
     }
     if rotated != head_dim:
@@ -80,6 +82,14 @@ def _token_ids(file: GgufFile) -> dict[str, int]:
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     found = {name: file.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
     return {name: token_id for name, token_id in found.items() if token_id is not None}
+
+
+def _experts(file: GgufFile) -> dict[str, int]:
+    keys = {
+        "num_experts": "expert_count", "num_experts_per_tok": "expert_used_count",
+        "moe_intermediate_size": "expert_feed_forward_length",
+    }  # fmt: skip
+    return {name: file.of_model_required(key) for name, key in keys.items()}
 
 
 def _rope_scaling(file: GgufFile, longest: int, rotated: int) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from engine_worker.gguf.metadata import ConversionError
-from engine_worker.gguf.weights import Tensor, undo_rotary_permutation
+from engine_worker.gguf.weights import Tensor, undo_rotary_permutation, values_of
 
 IN_PLACE = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
 _FLOATS = (
@@ -22,7 +22,7 @@ _Q4_K_BYTES, _Q4_K_SCALES, _Q4_K_QUANTS = 144, 4, 16  # of a block, and before i
 
 def block_type(tensor: Tensor) -> GGMLQuantizationType | None:
     """Return the type of a tensor's blocks, or None if it stays in 16 or 32 bits."""
-    kind = GGMLQuantizationType(tensor.source.tensor_type)
+    kind = tensor.kind
     if kind in _FLOATS or len(tensor.shape) != 2 or tensor.shape[1] % _BLOCK:
         return None
     if kind in IN_PLACE:
@@ -30,22 +30,24 @@ def block_type(tensor: Tensor) -> GGMLQuantizationType | None:
     return GGMLQuantizationType.Q4_1 if kind is GGMLQuantizationType.Q4_K else GGMLQuantizationType.Q8_0
 
 
-def blocks_of(tensor: Tensor, values: np.ndarray) -> np.ndarray:
-    """Return the blocks of a tensor with a block_type(), uint8 [rows, bytes]; `values` are its numbers, float32.
+def blocks_of(tensor: Tensor, values: np.ndarray | None = None) -> np.ndarray:
+    """Return the blocks of a tensor with a block_type(), uint8 [rows, bytes].
+
+    `values` are its values_of(), if they are at hand; a type that is rounded needs them.
 
     Raises:
         ConversionError: If a scale does not fit float16.
     """
-    kind = GGMLQuantizationType(tensor.source.tensor_type)
-    if kind in IN_PLACE:
+    if tensor.kind in IN_PLACE:
         return _stored_rows(tensor)
-    if kind is GGMLQuantizationType.Q4_K:
+    if tensor.kind is GGMLQuantizationType.Q4_K:
         return _q4_1_of_q4_k(_stored_rows(tensor), tensor.name)
-    return gguf.quantize(np.ascontiguousarray(values), GGMLQuantizationType.Q8_0)
+    exact = values_of(tensor) if values is None else values
+    return gguf.quantize(np.ascontiguousarray(exact), GGMLQuantizationType.Q8_0)
 
 
 def _stored_rows(tensor: Tensor) -> np.ndarray:
-    rows = np.ascontiguousarray(tensor.source.data).reshape(tensor.shape[0], -1)
+    rows = np.ascontiguousarray(tensor.data).reshape(tensor.shape[0], -1)
     return undo_rotary_permutation(rows, tensor.num_heads) if tensor.num_heads else rows
 
 

@@ -3,6 +3,7 @@
 The ModelSpec gives the expected tensors, and the package `gguf` llama.cpp's names for them.
 """
 
+import re
 from dataclasses import dataclass, replace
 
 import gguf
@@ -13,6 +14,8 @@ from engine_worker.gguf.metadata import ConversionError, GgufFile
 from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors
 from engine_worker.model.spec import ModelSpec
+
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.(?P<part>.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Tensor:
         source: The GGUF tensor.
         num_heads: Heads whose rotary permutation must be undone, or 0.
         offset: What llama.cpp's converter added to the values.
+        expert: Which matrix of a source with those of all experts; None: the source is one tensor.
     """
 
     name: str
@@ -32,6 +36,18 @@ class Tensor:
     source: gguf.ReaderTensor
     num_heads: int = 0
     offset: float = 0.0
+    expert: int | None = None
+
+    @property
+    def kind(self) -> gguf.GGMLQuantizationType:
+        return gguf.GGMLQuantizationType(self.source.tensor_type)
+
+    @property
+    def data(self) -> np.ndarray:
+        """The numbers or the bytes of the blocks, a row of the tensor in each row."""
+        # A plain array, because gguf makes thousands of views of it, and a view of a memmap takes longer.
+        whole = np.asarray(self.source.data)
+        return whole if self.expert is None else whole[self.expert]
 
 
 def tensors_of(file: GgufFile, spec: ModelSpec, family: GgufFamily) -> list[Tensor]:
@@ -41,7 +57,8 @@ def tensors_of(file: GgufFile, spec: ModelSpec, family: GgufFamily) -> list[Tens
         ConversionError: If a tensor is missing, has another shape, or is unused.
     """
     table = gguf.get_tensor_name_map(_architecture(file.architecture), spec.num_layers)
-    found = [_find(file, table, name, shape) for name, shape in checkpoint_tensors(spec).items()]
+    num_experts = file.of_model("expert_count", 0)
+    found = [_find(file, table, name, shape, num_experts) for name, shape in checkpoint_tensors(spec).items()]
     surplus = sorted(file.tensors.keys() - {tensor.source.name for tensor in found} - set(ROPE_TENSORS))
     if surplus:
         names = f"{len(surplus)} tensors with no place in {family.class_name}: {', '.join(surplus[:4])}"
@@ -51,10 +68,7 @@ def tensors_of(file: GgufFile, spec: ModelSpec, family: GgufFamily) -> list[Tens
     if not family.has_adjacent_pairs:
         return found
     heads = {"attn_q": spec.num_heads, "attn_k": spec.num_kv_heads}
-    return [
-        Tensor(tensor.name, tensor.shape, tensor.source, heads.get(tensor.source.name.split(".")[-2], 0))
-        for tensor in found
-    ]
+    return [replace(each, num_heads=heads.get(each.source.name.split(".")[-2], 0)) for each in found]
 
 
 def values_of(tensor: Tensor) -> np.ndarray:
@@ -63,7 +77,7 @@ def values_of(tensor: Tensor) -> np.ndarray:
     Raises:
         ConversionError: If its type cannot be dequantized.
     """
-    values = _dequantized(tensor.source)
+    values = _dequantized(tensor)
     if tensor.offset:
         values = values - np.float32(tensor.offset)
     return undo_rotary_permutation(values, tensor.num_heads) if tensor.num_heads else values
@@ -80,25 +94,27 @@ def _architecture(name: str) -> gguf.MODEL_ARCH:
     return next(architecture for architecture, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
 
 
-def _find(file: GgufFile, table: gguf.TensorNameMap, name: str, shape: tuple[int, ...]) -> Tensor:
-    known = table.get_name(name, try_suffixes=(".weight", ".bias"))
+def _find(file: GgufFile, table: gguf.TensorNameMap, name: str, shape: tuple[int, ...], num_experts: int) -> Tensor:
+    of_expert = _EXPERT.fullmatch(name)
+    joined = f"{of_expert['experts']}.{of_expert['part']}" if of_expert else name
+    known = table.get_name(joined, try_suffixes=(".weight", ".bias"))
     source = file.tensors.get(known or "")
     if source is None:
         raise ConversionError(f"the GGUF file has no {known or name}")
     found = tuple(int(size) for size in reversed(source.shape))  # GGUF lists the fastest dimension first
-    if found != shape:
-        raise ConversionError(f"tensor {known} has shape {found}; the file's metadata imply {shape}")
-    return Tensor(name, shape, source)
+    wanted = (num_experts, *shape) if of_expert else shape
+    if found != wanted:
+        raise ConversionError(f"tensor {known} has shape {found}; the file's metadata imply {wanted}")
+    return Tensor(name, shape, source, expert=int(of_expert["number"]) if of_expert else None)
 
 
 def _is_norm(tensor: Tensor) -> bool:
     return tensor.source.name.endswith("norm.weight")
 
 
-def _dequantized(tensor: gguf.ReaderTensor) -> np.ndarray:
+def _dequantized(tensor: Tensor) -> np.ndarray:
     try:
-        # A plain array, because gguf makes thousands of views of it, and a view of a memmap takes longer.
-        return gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type)
+        return gguf.dequantize(tensor.data, tensor.kind)
     except NotImplementedError:
-        kind = gguf.GGMLQuantizationType(tensor.tensor_type).name
-        raise ConversionError(f"tensor {tensor.name}: type {kind} cannot be dequantized") from None
+        name = tensor.source.name
+        raise ConversionError(f"tensor {name}: type {tensor.kind.name} cannot be dequantized") from None

@@ -1,10 +1,13 @@
 """Write the tensors of a GGUF file: dequantized to model.safetensors, and those in blocks to stored_blocks.safetensors.
 
+Blocks of experts are not dequantized, because they would take four times the space of all else; readers do it.
+
 One tensor is written after another, so a conversion needs memory only for the largest; safetensors' own writer needs
 all of them. The format is a length, a JSON header and the data.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,8 +33,13 @@ def write_tensors(tensors: Sequence[Tensor], dtype: str, directory: Path, report
         ConversionError: If a tensor cannot be dequantized.
     """
     name, itemsize = _DTYPES[dtype]
-    whole: list[_Entry] = [(each.name, name, each.shape, int(each.source.n_elements) * itemsize) for each in tensors]
     types = {each.name: kind for each in tensors if (kind := block_type(each)) is not None}
+    only_blocks = {each.name for each in tensors if each.expert is not None and each.name in types}
+    whole: list[_Entry] = [
+        (each.name, name, each.shape, math.prod(each.shape) * itemsize)
+        for each in tensors
+        if each.name not in only_blocks
+    ]
     blocks = [_entry_of_blocks(each, types[each.name]) for each in tensors if each.name in types]
     with ExitStack() as files:
         of_values = files.enter_context(_open(directory / "model.safetensors", whole, {"format": "pt"}))
@@ -40,8 +48,9 @@ def write_tensors(tensors: Sequence[Tensor], dtype: str, directory: Path, report
             metadata = {name: kind.name for name, kind in types.items()}
             of_blocks = files.enter_context(_open(directory / STORED_BLOCKS, blocks, metadata))
         for number, tensor in enumerate(tensors, start=1):
-            values = values_of(tensor)
-            of_values.write(_in_dtype(values, dtype).tobytes())
+            values = None if tensor.name in only_blocks else values_of(tensor)
+            if values is not None:
+                of_values.write(_in_dtype(values, dtype).tobytes())
             if of_blocks is not None and tensor.name in types:
                 of_blocks.write(blocks_of(tensor, values).tobytes())
             if number % 64 == 0 or number == len(tensors):
@@ -62,11 +71,7 @@ def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
 
 def _changed(tensors: Sequence[Tensor], types: Mapping[str, gguf.GGMLQuantizationType]) -> str:
     """Return which types became others, such as `13 tensors of Q6_K as Q8_0`."""
-    pairs = Counter(
-        (gguf.GGMLQuantizationType(each.source.tensor_type).name, types[each.name].name)
-        for each in tensors
-        if each.name in types
-    )
+    pairs = Counter((each.kind.name, types[each.name].name) for each in tensors if each.name in types)
     return ", ".join(f"{count} tensors of {kind} as {kept}" for (kind, kept), count in pairs.items() if kind != kept)
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from engine_worker.model.checkpoint_tensors import checkpoint_forms
+from engine_worker.model.grouped_bytes import block_shapes
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.specs.part import Shape
-from engine_worker.model.weight_format import INPUT_SCALE, WEIGHT_SCALE
+from engine_worker.model.weight_format import INPUT_SCALE, STORED_BLOCKS, WEIGHT_SCALE
 from shared.model_files import ModelFilesError, read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -70,6 +71,8 @@ def is_ignored(name: str) -> bool:
 def stored_tensors(directory: Path, under: str = "") -> dict[str, StoredTensor]:
     """Return the language model's tensors by its own names, or those of any part with the prefix `under`.
 
+    What a converted GGUF file has in blocks only counts as float32 numbers.
+
     Raises:
         ModelFilesError: If a file is missing or incomplete, or a tensor is stored twice.
     """
@@ -81,6 +84,10 @@ def stored_tensors(directory: Path, under: str = "") -> dict[str, StoredTensor]:
                 raise ModelFilesError(f"{name} is in {found[name].path.name} and in {path.name}")
             if name is not None and name.startswith(under):
                 found[name] = tensor
+    blocks = directory / STORED_BLOCKS
+    if blocks.is_file() and not under:
+        for name, shape in block_shapes(blocks).items():
+            found.setdefault(name, StoredTensor(blocks, name, shape, "F32"))
     return found
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from engine_worker.model.checkpoint_tensors import checkpoint_tensors, network_tensors
 from engine_worker.model.spec import ModelSpec
@@ -38,6 +39,13 @@ def grouped_weights_bytes(spec: ModelSpec, itemsize: int) -> int:
     return total + _in_groups((head,), 1, tensors, types)
 
 
+def block_shapes(blocks: Path) -> dict[str, Shape]:
+    """Return the shapes of the tensors in a file of stored blocks, from its header."""
+    types = stored_types(blocks)
+    rows = {name: entry["shape"] for name, entry in _header(blocks).items() if name in types}
+    return {name: (count, size // _BLOCK_BYTES[types[name]] * GROUP) for name, (count, size) in rows.items()}
+
+
 def why_not_on_gpu(types: Collection[str], rows: int, inputs: int) -> str:
     """Return why a GPU does not multiply blocks of these types, [rows, inputs], or an empty string."""
     if not set(types) <= _TYPES_OF_GPUS:
@@ -51,6 +59,8 @@ def _bytes_on_gpu(spec: ModelSpec, itemsize: int, types: Mapping[str, str]) -> i
     tensors = checkpoint_tensors(spec)
     total = sum(map(math.prod, tensors.values())) * itemsize
     for names, _ in _linear_layers(spec):
+        if ".experts." in names[0]:
+            continue  # they have 16 bits
         found = {types.get(name, "") for name in names}
         rows, inputs = sum(tensors[name][-2] for name in names), tensors[names[0]][-1]
         if not why_not_on_gpu(found, rows, inputs):
@@ -60,10 +70,14 @@ def _bytes_on_gpu(spec: ModelSpec, itemsize: int, types: Mapping[str, str]) -> i
 
 def stored_types(blocks: Path) -> Mapping[str, str]:
     """Return tensor names with their block types, from the header of a safetensors file."""
-    with blocks.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    found: dict[str, str] = header.get("__metadata__", {})
+    found: dict[str, str] = _header(blocks).get("__metadata__", {})
     return found
+
+
+def _header(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        header: dict[str, Any] = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    return header
 
 
 def _linear_layers(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], int]]:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from engine_worker.model.checkpoint import StoredTensor, is_ignored, is_shape, stored_tensors
 from engine_worker.model.specs.part import NOTHING, Part, Shape
-from engine_worker.model.weight_format import GPTQ_ZEROS, INT4_ZEROS, MXFP4_SCALES
+from engine_worker.model.stored_blocks import StoredBlocks
+from engine_worker.model.weight_format import GPTQ_ZEROS, INT4_ZEROS, MXFP4_SCALES, STORED_BLOCKS
 from engine_worker.model.weight_upload import uploader
 
 # Random fp8 weights with deviation 0.02 are 82 in e4m3, whose maximum is 448.
@@ -72,7 +73,7 @@ class SafetensorsWeights:
         self.dtype = dtype
         self._upload, self._report = uploader(device), report
         self._stored = stored_tensors(directory, under)
-        self._files = {path: safe_open(path, framework="pt") for path in {t.path for t in self._stored.values()}}
+        self._files = {path: _opened(path) for path in {tensor.path for tensor in self._stored.values()}}
         self.names: Collection[str] = frozenset(self._stored)
         self._unused = set(self._stored)
         self._total_bytes = sum(path.stat().st_size for path in self._files)
@@ -105,8 +106,14 @@ class SafetensorsWeights:
         self._unused.discard(name)
 
     def _read(self, stored: StoredTensor, part: Part | None) -> Tensor:
-        """Read only the requested bytes, because the files are mapped."""
+        """Read only the requested bytes, because the files are mapped. Blocks are dequantized."""
         file = self._files[stored.path]
+        if isinstance(file, StoredBlocks):
+            rows, columns = stored.shape
+            blocks = file.get(stored.name, (rows, columns))
+            assert blocks is not None, "listed by stored_tensors()"
+            values = blocks.values()
+            return values if part is None else _taken(values, part)
         if part is None:
             whole: Tensor = file.get_tensor(stored.name)
             return whole
@@ -125,6 +132,10 @@ class SafetensorsWeights:
         if percent >= self._reported_percent + 10:
             self._reported_percent = percent
             self._report(percent / 100, f"{self._passed_bytes / 2**20:,.0f} of {self._total_bytes / 2**20:,.0f} MiB")
+
+
+def _opened(path: Path) -> Any:
+    return StoredBlocks(path) if path.name == STORED_BLOCKS else safe_open(path, framework="pt")
 
 
 class ShardedWeights:

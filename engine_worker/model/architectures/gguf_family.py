@@ -16,6 +16,7 @@ class GgufFamily:
         has_adjacent_pairs: Rows of Q and K have rotary pairs (2i, 2i + 1) instead of Hugging Face's (i, i + head_dim /
             2).
         derived: config.json values that follow from others and that llama.cpp has in its code.
+        has_experts: The layers have experts; the file has one tensor for those of a layer.
         norm_offset: What the converter adds to norm weights.
         tokens_that_keep_space: Control tokens of SentencePiece vocabularies that do not strip the following white
             space;
@@ -27,5 +28,6 @@ class GgufFamily:
     config: Mapping[str, Any] = field(default_factory=dict)
     has_adjacent_pairs: bool = False
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
+    has_experts: bool = False
     norm_offset: float = 0.0
     tokens_that_keep_space: frozenset[str] | None = None

@@ -10,9 +10,17 @@ from engine_worker.model.architectures.config_keys import (
 )
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec, with_windows
 from engine_worker.model.architectures.experts_keys import router_spec
+from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import QkNorm
 from engine_worker.model.specs.experts import ExpertsSpec
+
+GGUF = GgufFamily(
+    model_type="qwen3_moe",
+    class_name="Qwen3MoeForCausalLM",
+    config={"norm_topk_prob": True},
+    has_experts=True,
+)
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:

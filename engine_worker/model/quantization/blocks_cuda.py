@@ -14,8 +14,8 @@ from engine_worker.model.linear import Experts, ExpertsLoad, Head, Linear, Linea
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.int4_cuda import W4Linear, why_no_kernels
 from engine_worker.model.quantization.rows import rows_of
-from engine_worker.model.quantization.stored_blocks import StoredBlocks
 from engine_worker.model.specs.part import Role
+from engine_worker.model.stored_blocks import StoredBlocks
 from engine_worker.model.weight_format import WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.linear import joined_rows

@@ -25,9 +25,9 @@ from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.dequantized import DequantizedMethod
 from engine_worker.model.quantization.int4 import in_groups, read_int4
 from engine_worker.model.quantization.rows import rows_of
-from engine_worker.model.quantization.stored_blocks import StoredBlocks
 from engine_worker.model.specs.mlp import GateKind, GateSpec
 from engine_worker.model.specs.part import Role
+from engine_worker.model.stored_blocks import StoredBlocks
 from engine_worker.model.weight_format import Int4Scheme, WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary

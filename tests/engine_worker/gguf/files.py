@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
+from torch import Tensor
 from transformers import PreTrainedModel
 
 TOKENS = ["<|end|>", "a", "b", "ab", "Ġ", "1", "2", "12"]
@@ -39,26 +40,37 @@ def write_gguf(
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "num_experts"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     ropes = config.rope_parameters
     writer.add_rope_freq_base(ropes.get("full_attention", ropes)["rope_theta"])
     write_vocabulary(writer)
     add(writer)
     table = gguf.get_tensor_name_map(architecture_number(architecture), config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
+    for name, tensor in (part for named in model.named_parameters() for part in parts_of(*named)):
         permuted = heads.get(name.split(".")[-2], 0) if architecture == "llama" else 0
         offset = 1.0 if architecture == "gemma3" and "norm" in name else 0.0  # added by llama.cpp's converter
-        values = permuted_as_llama_cpp_does(parameter.detach().numpy() + np.float32(offset), permuted)
+        values = permuted_as_llama_cpp_does(tensor.numpy() + np.float32(offset), permuted)
         data, stored = quantized(values, kind if values.ndim > 1 else Kind.F32)
         known = table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, name
         writer.add_tensor(known, data, raw_dtype=stored)
-        kept = (
-            torch.from_numpy(gguf.dequantize(data, stored) - np.float32(offset))
-            .to(KEPT_DTYPES.get(kind, torch.bfloat16))
-            .float()
-        )
-        parameter.data = torch.from_numpy(permuted_back(kept.numpy(), permuted).copy())
+        kept = torch.from_numpy(gguf.dequantize(data, stored) - np.float32(offset))
+        if values.ndim < 3:  # blocks of experts are not rounded to 16 bits
+            kept = kept.to(KEPT_DTYPES.get(kind, torch.bfloat16)).float()
+        tensor.copy_(torch.from_numpy(permuted_back(kept.numpy(), permuted)))
     finish(writer)
+
+
+def parts_of(name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
+    """Return the tensors of a parameter with the names of llama.cpp's table; gate and up of experts are two."""
+    whole = parameter.data
+    if name.endswith("experts.gate_up_proj"):
+        gate, up = whole.chunk(2, dim=1)
+        return [(name.replace("gate_up", part) + ".weight", half) for part, half in (("gate", gate), ("up", up))]
+    return [(f"{name}.weight" if ".experts." in name else name, whole)]
 
 
 def write_vocabulary(writer: gguf.GGUFWriter, pre: str = "smollm") -> None:

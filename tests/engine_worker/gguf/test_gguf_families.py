@@ -12,10 +12,16 @@ from gguf import GGMLQuantizationType as Kind
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine_worker.convert_gguf import convert
-from engine_worker.model.architectures import GGUF_MODULES
+from engine_worker.gguf.metadata import ConversionError
+from engine_worker.model.architectures import GGUF_MODULES, spec_from_directory
+from engine_worker.model.checkpoint import check_checkpoint, stored_tensors
+from engine_worker.model.implementation import blueprint_from_directory
+from engine_worker.model.weight_format import STORED_BLOCKS
+from engine_worker.model.weights import SafetensorsWeights
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import Reference, generate, make_runner
 from tests.engine_worker.gguf.files import tiny_options, write_gguf
+from tests.engine_worker.model.test_grouped import logits_of, needs_library
 
 FP32_MARGIN = 1e-3  # two summation orders differ by about 1e-5 here
 FACTORS = [1.0 + i / 4 for i in range(32)]  # one per rotated pair of a head of 64
@@ -32,6 +38,9 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
 
 
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64, "norm_topk_prob": True,
+}  # fmt: skip
 CASES = [
     Case("llama", Kind.F16),
     Case("llama", Kind.Q8_0, {"tie_word_embeddings": True}),
@@ -66,12 +75,15 @@ CASES = [
             "rope_parameters": {"sliding_attention": {"rope_theta": 500.0}},
         },
     ),
+    Case("qwen3moe", Kind.BF16, EXPERTS),
+    Case("qwen3moe", Kind.Q4_1, EXPERTS),
+    Case("qwen3moe", Kind.Q8_0, EXPERTS),
     Case("phi3", Kind.Q5_1),
     Case("phi3", Kind.Q8_0, {"rope_parameters": LONGROPE, "original_max_position_embeddings": 4}),
 ]
 
 
-MODEL_TYPES = {"gemma3": "gemma3_text"}  # where llama.cpp uses another name
+MODEL_TYPES = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}  # where llama.cpp uses another name
 
 
 def tiny(case: Case) -> PreTrainedModel:
@@ -123,6 +135,34 @@ def test_greedy_tokens_match_transformers(case: Case, tmp_path: Path) -> None:
     for request in requests:
         worst = max(reference.shortfalls(request.prompt_token_ids, outputs[request.request_id]))
         assert worst < FP32_MARGIN, request.request_id
+
+
+@needs_library
+@pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K, Kind.Q4_1])
+def test_experts_are_kept_and_multiplied_in_blocks(kind: Kind, tmp_path: Path) -> None:
+    """All experts are chosen, so that no choice is near a tie."""
+    case = Case("qwen3moe", kind, EXPERTS | {"moe_intermediate_size": 256, "num_experts_per_tok": 4})
+    write_gguf(tmp_path / "m.gguf", tiny(case), case.architecture, kind)
+    convert(tmp_path / "m.gguf", tmp_path / "model", lambda progress, detail: None)
+    found = stored_tensors(tmp_path / "model")
+    assert {tensor.path.name for name, tensor in found.items() if ".experts." in name} == {STORED_BLOCKS}
+    check_checkpoint(spec_from_directory(tmp_path / "model"), found)
+    exact, stored = logits_of(tmp_path / "model", "none"), logits_of(tmp_path / "model", "as-stored")
+    # Blocks of Q6_K are rounded to 8 bits, other layers of `none` to bfloat16.
+    assert float((exact - stored).std()) < 0.1 * float(exact.std())
+    blueprint = blueprint_from_directory(tmp_path / "model", quantization="as-stored")
+    source = SafetensorsWeights(tmp_path / "model", torch.device("cpu"), torch.float32, lambda progress, detail: None)
+    blueprint.build(source, 64, False)
+    assert blueprint.weights_bytes(1, 4) == source.loaded_bytes
+
+
+def test_experts_where_the_family_has_none_are_refused(tmp_path: Path) -> None:
+    def add_experts(writer: gguf.GGUFWriter) -> None:
+        writer.add_expert_count(4)
+
+    write_gguf(tmp_path / "m.gguf", tiny(Case("qwen3", Kind.F32)), "qwen3", Kind.F32, add_experts)
+    with pytest.raises(ConversionError, match="GGUF architecture 'qwen3' is not supported with experts"):
+        convert(tmp_path / "m.gguf", tmp_path / "model", lambda progress, detail: None)
 
 
 def test_every_family_and_quantization_has_a_case() -> None:

@@ -16,7 +16,7 @@ from engine_worker.gguf.metadata import ConversionError
 from engine_worker.gguf.stored_blocks import block_type, blocks_of
 from engine_worker.gguf.weights import Tensor
 from engine_worker.model.grouped_bytes import stored_types
-from engine_worker.model.quantization.stored_blocks import StoredBlocks
+from engine_worker.model.stored_blocks import StoredBlocks
 from engine_worker.model.weight_format import STORED_BLOCKS
 from kernels.cpu.linear import GroupedWeight, GroupFormat
 from tests.engine_worker.gguf.files import K_SCALES, random_blocks

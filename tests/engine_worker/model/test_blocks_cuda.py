@@ -11,9 +11,9 @@ from engine_worker.model.grouped_bytes import why_not_on_gpu
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.linear import LinearSpec
 from engine_worker.model.quantization.blocks_cuda import packed_blocks
-from engine_worker.model.quantization.stored_blocks import StoredBlocks
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.specs.part import Role
+from engine_worker.model.stored_blocks import StoredBlocks
 from engine_worker.model.weight_format import DENSE, STORED_BLOCKS
 from kernels.w4a16.weights import Offset, exact_weight
 from tests.engine_worker.model.block_files import write_stored_blocks

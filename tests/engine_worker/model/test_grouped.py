@@ -21,7 +21,7 @@ from engine_worker.model.devices import check_quantization
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import Network
 from engine_worker.model.quantization import dense, grouped
-from engine_worker.model.quantization.stored_blocks import StoredBlocks
+from engine_worker.model.stored_blocks import StoredBlocks
 from engine_worker.model.weight_format import AS_STORED, STORED_BLOCKS
 from engine_worker.model.weights import SafetensorsWeights
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
