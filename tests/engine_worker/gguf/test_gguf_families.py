@@ -141,7 +141,9 @@ def test_greedy_tokens_match_transformers(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [Kind.Q4_K, Kind.Q6_K, Kind.Q4_1])
 def test_experts_are_kept_and_multiplied_in_blocks(kind: Kind, tmp_path: Path) -> None:
     """All experts are chosen, so that no choice is near a tie."""
-    case = Case("qwen3moe", kind, EXPERTS | {"moe_intermediate_size": 256, "num_experts_per_tok": 4})
+    case = Case(
+        "qwen3moe", kind, EXPERTS | {"moe_intermediate_size": 256, "num_experts_per_tok": 4, "vocab_size": 1024}
+    )
     write_gguf(tmp_path / "m.gguf", tiny(case), case.architecture, kind)
     convert(tmp_path / "m.gguf", tmp_path / "model", lambda progress, detail: None)
     found = stored_tensors(tmp_path / "model")
