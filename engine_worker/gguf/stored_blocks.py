@@ -10,7 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 
 from engine_worker.gguf.metadata import ConversionError
-from engine_worker.gguf.weights import Tensor, undo_rotary_permutation, values_of
+from engine_worker.gguf.weights import Tensor, values_of
 
 IN_PLACE = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0)
 _FLOATS = (
@@ -30,25 +30,20 @@ def block_type(tensor: Tensor) -> GGMLQuantizationType | None:
     return GGMLQuantizationType.Q4_1 if kind is GGMLQuantizationType.Q4_K else GGMLQuantizationType.Q8_0
 
 
-def blocks_of(tensor: Tensor, values: np.ndarray | None = None) -> np.ndarray:
-    """Return the blocks of a tensor with a block_type(), uint8 [rows, bytes].
+def blocks_of(tensor: Tensor, rows: np.ndarray, values: np.ndarray | None = None) -> np.ndarray:
+    """Return the blocks of some stored_rows() of a tensor with a block_type(), uint8 [rows, bytes].
 
-    `values` are its values_of(), if they are at hand; a type that is rounded needs them.
+    `values` are their values_of(), if they are at hand; a type that is rounded needs them.
 
     Raises:
         ConversionError: If a scale does not fit float16.
     """
     if tensor.kind in IN_PLACE:
-        return _stored_rows(tensor)
+        return rows
     if tensor.kind is GGMLQuantizationType.Q4_K:
-        return _q4_1_of_q4_k(_stored_rows(tensor), tensor.name)
-    exact = values_of(tensor) if values is None else values
+        return _q4_1_of_q4_k(np.ascontiguousarray(rows), tensor.name)
+    exact = values_of(tensor, rows) if values is None else values
     return gguf.quantize(np.ascontiguousarray(exact), GGMLQuantizationType.Q8_0)
-
-
-def _stored_rows(tensor: Tensor) -> np.ndarray:
-    rows = np.ascontiguousarray(tensor.data).reshape(tensor.shape[0], -1)
-    return undo_rotary_permutation(rows, tensor.num_heads) if tensor.num_heads else rows
 
 
 def _q4_1_of_q4_k(rows: np.ndarray, name: str) -> np.ndarray:

@@ -71,16 +71,23 @@ def tensors_of(file: GgufFile, spec: ModelSpec, family: GgufFamily) -> list[Tens
     return [replace(each, num_heads=heads.get(each.source.name.split(".")[-2], 0)) for each in found]
 
 
-def values_of(tensor: Tensor) -> np.ndarray:
-    """Return the numbers of a tensor, float32, in the order of the checkpoint.
+def stored_rows(tensor: Tensor) -> np.ndarray:
+    """Return the numbers or the bytes of the blocks of each row, in the order of the checkpoint."""
+    return undo_rotary_permutation(tensor.data, tensor.num_heads) if tensor.num_heads else tensor.data
+
+
+def values_of(tensor: Tensor, rows: np.ndarray) -> np.ndarray:
+    """Return the numbers of some stored_rows() of a tensor, float32.
 
     Raises:
         ConversionError: If its type cannot be dequantized.
     """
-    values = _dequantized(tensor)
-    if tensor.offset:
-        values = values - np.float32(tensor.offset)
-    return undo_rotary_permutation(values, tensor.num_heads) if tensor.num_heads else values
+    try:
+        values = gguf.dequantize(rows, tensor.kind)
+    except NotImplementedError:
+        name = tensor.source.name
+        raise ConversionError(f"tensor {name}: type {tensor.kind.name} cannot be dequantized") from None
+    return values - np.float32(tensor.offset) if tensor.offset else values
 
 
 def undo_rotary_permutation(rows: np.ndarray, num_heads: int) -> np.ndarray:
@@ -110,11 +117,3 @@ def _find(file: GgufFile, table: gguf.TensorNameMap, name: str, shape: tuple[int
 
 def _is_norm(tensor: Tensor) -> bool:
     return tensor.source.name.endswith("norm.weight")
-
-
-def _dequantized(tensor: Tensor) -> np.ndarray:
-    try:
-        return gguf.dequantize(tensor.data, tensor.kind)
-    except NotImplementedError:
-        name = tensor.source.name
-        raise ConversionError(f"tensor {name}: type {tensor.kind.name} cannot be dequantized") from None

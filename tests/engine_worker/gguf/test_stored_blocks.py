@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from engine_worker.convert_gguf import convert
 from engine_worker.gguf.metadata import ConversionError
 from engine_worker.gguf.stored_blocks import block_type, blocks_of
-from engine_worker.gguf.weights import Tensor
+from engine_worker.gguf.weights import Tensor, stored_rows
 from engine_worker.model.grouped_bytes import stored_types
 from engine_worker.model.stored_blocks import StoredBlocks
 from engine_worker.model.weight_format import STORED_BLOCKS
@@ -34,7 +34,7 @@ def read_back(tensor: Tensor, directory: Path) -> tuple[GroupedWeight, np.ndarra
     """Return the blocks of a tensor, and its numbers as gguf dequantizes them."""
     kind, values = block_type(tensor), gguf.dequantize(tensor.source.data, tensor.source.tensor_type)
     assert kind is not None
-    save_file({"x": blocks_of(tensor, values)}, directory / STORED_BLOCKS, metadata={"x": kind.name})
+    save_file({"x": blocks_of(tensor, stored_rows(tensor))}, directory / STORED_BLOCKS, metadata={"x": kind.name})
     rows, columns = tensor.shape
     found = StoredBlocks(directory / STORED_BLOCKS).get("x", (rows, columns))
     assert found is not None
@@ -71,7 +71,7 @@ def test_scale_beyond_float16_is_refused() -> None:
     data = random_blocks((1, 256), Kind.Q4_K)
     data[:, :2] = np.array([60_000], np.float16).view(np.uint8)
     with pytest.raises(ConversionError, match="tensor x: a scale of type Q4_K does not fit float16"):
-        blocks_of(tensor_of(data, Kind.Q4_K, (1, 256)), np.zeros(0))
+        blocks_of(tensor_of(data, Kind.Q4_K, (1, 256)), data)
 
 
 def test_conversion_writes_the_blocks_and_says_what_it_changed(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_conversion_writes_the_blocks_and_says_what_it_changed(tmp_path: Path) -
         for layer in range(2)
         for name, kind in (("gate", "Q4_0"), ("up", "Q8_0"))
     }
-    assert "for CPUs: 2 tensors of Q5_0 as Q8_0" in said
+    assert "in blocks: 2 tensors of Q5_0 as Q8_0" in said
     write_gguf(tmp_path / "floats.gguf")
     convert(tmp_path / "floats.gguf", tmp_path / "floats", silent)
     assert not (tmp_path / "floats" / STORED_BLOCKS).exists()
