@@ -237,16 +237,17 @@ class PackedLinear:
         """
         if x.stride(1) != 1:
             x = x.contiguous()
+        rows, inputs = x.shape
         if out is None:
-            out = torch.empty((len(x), self._width), dtype=x.dtype)
-        assert x.shape[1] == self.inputs and out.shape == (len(x), self._width) and out.stride(1) == 1
+            out = torch.empty((rows, self._width), dtype=x.dtype)
+        assert inputs == self.inputs and out.shape == (rows, self._width) and out.stride(1) == 1
         self._weight.gate = gate if self._is_gated else 0
         status = self._kernel(
-            self._address, x.data_ptr(), x.stride(0), _TYPES[x.dtype], len(x), out.data_ptr(), out.stride(0),
+            self._address, x.data_ptr(), x.stride(0), _TYPES[x.dtype], rows, out.data_ptr(), out.stride(0),
             _TYPES[out.dtype], threads or num_threads(),
         )  # fmt: skip
         if status == _NO_MEMORY:
-            raise MemoryError(f"out of memory for {len(x)} rows of {self.inputs} inputs")
+            raise MemoryError(f"out of memory for {rows} rows of {self.inputs} inputs")
         return out
 
 

@@ -67,12 +67,13 @@ class LoopedExperts:
     def __call__(self, x: Input) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
         ids, weights = choose(self._logits(x.float(), torch.float32), self._router, self._correction)
-        sums = torch.zeros_like(x, dtype=torch.float32)
-        for expert, pairs in _by_expert(ids, len(self._experts), self._first):
-            tokens = pairs // ids.shape[1]
+        chosen, sums = ids.flatten(), torch.zeros_like(x, dtype=torch.float32)
+        pairs = chosen.sort(stable=True).indices  # token * k + slot, by expert
+        tokens, factors = pairs // ids.shape[1], weights.flatten()[pairs, None]
+        for expert, own in _by_expert(chosen, len(self._experts), self._first):
             first, down = self._experts[expert]
-            outputs = down(self._activated(first, x[tokens]))
-            sums.index_add_(0, tokens, outputs.float().mul_(weights.flatten()[pairs, None]))
+            outputs = down(self._activated(first, x[tokens[own]]))
+            sums.index_add_(0, tokens[own], outputs.float().mul_(factors[own]))
         return sums.to(x.dtype)
 
     def _activated(self, first: Linear, x: Tensor) -> Tensor:
@@ -130,13 +131,11 @@ def combined(gate_up: Tensor, gate: GateSpec) -> Tensor:
     return (activated * (ups + gate.up_offset)).to(gate_up.dtype)
 
 
-def _by_expert(ids: Tensor, num_experts: int, first: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield each hit expert of this rank in ascending order, with its pairs token * k + slot in ascending order."""
-    chosen = ids.flatten()
-    pairs = chosen.sort(stable=True).indices
+def _by_expert(chosen: Tensor, num_experts: int, first: int) -> Iterator[tuple[int, slice]]:
+    """Yield each hit expert of this rank in ascending order, with the place of its pairs among the sorted ones."""
     counts = chosen.bincount(minlength=first + num_experts).tolist()
     start = 0
     for expert, count in enumerate(counts[: first + num_experts]):
         if count and expert >= first:
-            yield expert - first, pairs[start : start + count]
+            yield expert - first, slice(start, start + count)
         start += count
