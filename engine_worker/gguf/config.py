@@ -22,8 +22,8 @@ def model_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
         ConversionError: If the file has no required key, or the model is not supported.
     """
     if bool(file.of_model("expert_count", 0)) != family.has_experts:
-        without = "without" if family.has_experts else "with"
-        raise ConversionError(f"GGUF architecture {file.architecture!r} is not supported {without} experts")
+        kind = f"{file.architecture!r} {'without' if family.has_experts else 'with'} experts"
+        raise ConversionError(f"GGUF architecture {kind} is not supported")
     num_heads, hidden_size = (file.of_model_required(key) for key in ("attention.head_count", "embedding_length"))
     head_dim = file.of_model("attention.key_length", hidden_size // num_heads)
     rotated = file.of_model("rope.dimension_count", head_dim)

@@ -1,6 +1,7 @@
 """Write the tensors of a GGUF file: dequantized to model.safetensors, and those in blocks to stored_blocks.safetensors.
 
-Blocks of experts are not dequantized, because they would take four times the space of all else; readers do it.
+Of quantized experts, only blocks are written, because their 16-bit numbers would be most of the directory. A reader
+that needs them dequantizes the blocks.
 
 Threads convert some rows each, which are written in order, so a conversion needs memory only for those; safetensors'
 own writer needs all tensors. The format is a length, a JSON header and the data.

@@ -3,16 +3,13 @@
 A layer with a part in 8 or more bits, experts and the head are read from the dequantized weights, in 16 bits.
 """
 
-import logging
-from collections import Counter
-
 import torch
 from torch import Tensor
 
 from engine_worker.model.grouped_bytes import why_not_on_gpu
 from engine_worker.model.linear import Experts, ExpertsLoad, Head, Linear, LinearMethod, LinearSpec
 from engine_worker.model.quantization import dense
-from engine_worker.model.quantization.int4_cuda import W4Linear, why_no_kernels
+from engine_worker.model.quantization.int4_cuda import W4Linear, log_16_bits, why_no_kernels
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.part import Role
 from engine_worker.model.stored_blocks import StoredBlocks
@@ -20,8 +17,6 @@ from engine_worker.model.weight_format import WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.linear import joined_rows
 from kernels.w4a16.weights import W4Weight, pack_w4
-
-logger = logging.getLogger("worker")
 
 
 def method(stored: WeightFormat, is_deterministic: bool) -> LinearMethod:
@@ -34,14 +29,13 @@ class BlocksMethod:
 
     def __init__(self, blocks: StoredBlocks, dense: LinearMethod, is_deterministic: bool) -> None:
         self._blocks, self._dense, self._is_deterministic = blocks, dense, is_deterministic
-        self._logged = Counter[str]()
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         names = [f"{name}.weight" for name in spec.names]
         types = {self._blocks.type_of(name) for name in names}
         why = why_no_kernels(source) or why_not_on_gpu(types, sum(spec.sizes), spec.inputs)
         if why:
-            self._log(spec.role, why)
+            log_16_bits(spec.role, why)
             return self._dense.load(spec, source)
         packed = packed_blocks(spec, self._blocks, source.device)
         for name in names:
@@ -55,12 +49,6 @@ class BlocksMethod:
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         return self._dense.head(weight, name, source)
-
-    def _log(self, role: Role, why: str) -> None:
-        line = f"GGUF blocks of {role}: in 16 bits: {why}"
-        self._logged[line] += 1
-        if self._logged[line] == 1:
-            logger.info("%s", line)
 
 
 def packed_blocks(spec: LinearSpec, blocks: StoredBlocks, device: torch.device) -> W4Weight:

@@ -61,7 +61,7 @@ class Int4Method:
         if not schemes:
             return self._dequantized.load(spec, source)
         if why := why_no_kernels(source) or self._why_dequantized(spec, schemes):
-            _log(spec.role, why)
+            log_16_bits(spec.role, why)
             return self._dequantized.load(spec, source)
         weight = _packed(self._numbers(spec, schemes, source), is_gated=spec.role is Role.GATE_UP)
         source.keep_as(0, weight.nbytes)
@@ -75,7 +75,7 @@ class Int4Method:
         if not isinstance(first, Int4Scheme):
             return self._dequantized.experts(load, source)
         if why := why_no_kernels(source) or self._why_no_experts(linears, schemes, first):
-            _log("experts", why)
+            log_16_bits("experts", why)
             return self._dequantized.experts(load, source)
 
         def read(of_experts: list[LinearSpec], weights: WeightSource) -> Int4Experts:
@@ -139,7 +139,7 @@ class W4Linear:
 
 
 @cache
-def _log(layers: str, reason: str) -> None:
+def log_16_bits(layers: str, reason: str) -> None:
     """Log once for all layers of a kind."""
     logger.info("4-bit weights of %s: in 16 bits: %s", layers, reason)
 
