@@ -28,7 +28,7 @@ def grouped_weights_bytes(spec: ModelSpec, itemsize: int) -> int:
     """Return the size of all weights; `itemsize` is the size of an element outside groups."""
     tensors, stored = checkpoint_tensors(spec), spec.quantization
     if stored.blocks is not None and not stored.in_groups:
-        return _bytes_on_gpu(spec, itemsize, stored_types(stored.blocks))
+        return _bytes_on_gpu(spec, itemsize, tensors, stored_types(stored.blocks))
     head = spec.names.embedding if spec.tie_word_embeddings else spec.names.head
     rounded = dict.fromkeys(tensors, _INT4 if stored.has_4_bits else _INT8) | {head: _INT8}
     types = rounded if stored.blocks is None else stored_types(stored.blocks)
@@ -41,9 +41,12 @@ def grouped_weights_bytes(spec: ModelSpec, itemsize: int) -> int:
 
 def block_shapes(blocks: Path) -> dict[str, Shape]:
     """Return the shapes of the tensors in a file of stored blocks, from its header."""
-    types = stored_types(blocks)
-    rows = {name: entry["shape"] for name, entry in _header(blocks).items() if name in types}
-    return {name: (count, size // _BLOCK_BYTES[types[name]] * GROUP) for name, (count, size) in rows.items()}
+    header = _header(blocks)
+    shapes: dict[str, Shape] = {}
+    for name, type_ in header.get("__metadata__", {}).items():
+        rows, size = header[name]["shape"]
+        shapes[name] = rows, size // _BLOCK_BYTES[type_] * GROUP
+    return shapes
 
 
 def why_not_on_gpu(types: Collection[str], rows: int, inputs: int) -> str:
@@ -55,8 +58,7 @@ def why_not_on_gpu(types: Collection[str], rows: int, inputs: int) -> str:
     return ""
 
 
-def _bytes_on_gpu(spec: ModelSpec, itemsize: int, types: Mapping[str, str]) -> int:
-    tensors = checkpoint_tensors(spec)
+def _bytes_on_gpu(spec: ModelSpec, itemsize: int, tensors: Mapping[str, Shape], types: Mapping[str, str]) -> int:
     total = sum(map(math.prod, tensors.values())) * itemsize
     for names, _ in _linear_layers(spec):
         if ".experts." in names[0]:

@@ -3,9 +3,9 @@
 The work is all (tile of rows of the weight, step of inputs) in order; each program, one per SM, has an even share of
 it, through one TMA-filled ring. Integers become bfloat16 in registers, the left operand of a product. Up to 32 rows
 they are exact, and the sums of a group of inputs are scaled in float32; minima are multiplied with sums of the inputs
-(group_sums.py). With more rows, scaled integers, plus the minima, are rounded.
-Sums are added in the order of K. Programs that share a tile store their sums, and the
-last to finish adds them in the order of K, so the bits depend neither on other rows nor on the order of arrival.
+(group_sums.py). With more rows, or more than 16 if there are minima, scaled integers plus the minima are rounded.
+Sums are added in the order of K. Programs that share a tile store their sums, and the last to finish adds them in the
+order of K, so the bits depend neither on other rows nor on the order of arrival.
 """
 # One warp loads, so that the others never wait for each other at a copy. Weights do not depend on the previous kernel:
 # the ring is requested before the dependency wait.

@@ -59,7 +59,8 @@ def _in_groups(settings: ExecutionSettings, device: str) -> str:
 
 def _asked_for_more(settings: ExecutionSettings, device: str) -> str:
     """Return why as-stored would break another option; empty if it would not."""
-    if settings.dtype not in {"auto", "bfloat16" if device == "cuda" else "auto"}:
+    allowed = ("auto",) if device == "cpu" else ("auto", "bfloat16")
+    if settings.dtype not in allowed:
         return f"--dtype {settings.dtype} requires linear layers of that type"
     if settings.load_format == "dummy":
         return "--load-format dummy does not read the file"

@@ -25,10 +25,10 @@ def method(stored: WeightFormat, is_deterministic: bool) -> LinearMethod:
 
 
 class BlocksMethod:
-    """Linear layers whose parts all have blocks of 4 bits; others are those of `dense`."""
+    """Linear layers whose parts all have blocks of 4 bits; others are those of `in_16_bits`."""
 
-    def __init__(self, blocks: StoredBlocks, dense: LinearMethod, is_deterministic: bool) -> None:
-        self._blocks, self._dense, self._is_deterministic = blocks, dense, is_deterministic
+    def __init__(self, blocks: StoredBlocks, in_16_bits: LinearMethod, is_deterministic: bool) -> None:
+        self._blocks, self._in_16_bits, self._is_deterministic = blocks, in_16_bits, is_deterministic
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         names = [f"{name}.weight" for name in spec.names]
@@ -36,7 +36,7 @@ class BlocksMethod:
         why = why_no_kernels(source) or why_not_on_gpu(types, sum(spec.sizes), spec.inputs)
         if why:
             log_16_bits(spec.role, why)
-            return self._dense.load(spec, source)
+            return self._in_16_bits.load(spec, source)
         packed = packed_blocks(spec, self._blocks, source.device)
         for name in names:
             source.leave(name)
@@ -45,10 +45,10 @@ class BlocksMethod:
         return W4Linear(packed, bias, is_deterministic=self._is_deterministic)
 
     def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
-        return self._dense.experts(load, source)
+        return self._in_16_bits.experts(load, source)
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
-        return self._dense.head(weight, name, source)
+        return self._in_16_bits.head(weight, name, source)
 
 
 def packed_blocks(spec: LinearSpec, blocks: StoredBlocks, device: torch.device) -> W4Weight:
