@@ -15,6 +15,7 @@ from gateway.store.store_calls import StoreCalls, StoreUnavailable
 from gateway.store.stream_table import StreamTable
 from gateway.work.reader_pool import ReaderPool
 from shared.messages import (
+    FinishEvent,
     FormatError,
     GenerationRequest,
     StoredChoice,
@@ -191,7 +192,7 @@ def stored_request(
     Args:
         fields: The values, or the server's error.
         journal: The journal's bytes, None, or the server's error.
-        num_tokens: Generated tokens so far; None: those of the journal.
+        num_tokens: Generated tokens that a reader has, which may lack the last ones; None: those of the journal.
     """
     if isinstance(fields, Exception):
         raise FormatError(str(fields)) from fields
@@ -200,7 +201,9 @@ def stored_request(
         return None
     request = decode_request(body)
     choices, terminal = stored_answer(request, fields, journal)
-    if num_tokens is None:
+    if isinstance(terminal, FinishEvent):
+        num_tokens = terminal.usage.completion_tokens
+    elif num_tokens is None:
         num_tokens = sum(len(choice.token_ids) for choice in choices)
     return StoredRequest(
         request, state.decode(), (owner or b"").decode(), record or b"", num_tokens, terminal, asked is not None

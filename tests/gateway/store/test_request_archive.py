@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gateway.store.request_archive import RequestArchive
+from gateway.store.request_archive import RequestArchive, stored_request
 from gateway.work.reader_pool import INLINE_BYTES
-from shared.messages import GenerationRequest, JournalFrame, SamplingParams, encode
+from shared.messages import FinishEvent, FinishReason, GenerationRequest, JournalFrame, SamplingParams, Usage, encode
 
 
 def request_of(tenant: str) -> GenerationRequest:
@@ -45,3 +45,10 @@ async def test_long_journals_are_decoded_beside_the_event_loop(monkeypatch: pyte
     assert await asyncio.gather(*slow) == ["slow"] * 9
     assert threads["otherFalse"] == threading.get_ident() != threads["otherTrue"]
     archive.close()
+
+
+def test_length_of_an_ended_answer_is_that_of_its_end() -> None:
+    end = FinishEvent("a", FinishReason.STOP, Usage(prompt_tokens=1, completion_tokens=30), 0)
+    fields = [b"done", encode(end), None, encode(request_of("key")), None, None, None]
+    stored = stored_request(fields, None, num_tokens=29)  # the last token is on its way to the reader here
+    assert stored is not None and stored.num_tokens == 30
