@@ -48,7 +48,7 @@ class FunctionProposer:
 
 
 class FlickeringGain(DraftGain):
-    """Says at random whether drafts pay."""
+    """Says at random whether drafts pay, and how likely they must be right."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(1.0, runs_ahead=True)
@@ -56,6 +56,9 @@ class FlickeringGain(DraftGain):
 
     def is_on(self, num_sequences: int) -> bool:
         return self._random.random() < 0.5
+
+    def needed_chance(self, num_sequences: int) -> float:
+        return self._random.random()
 
 
 class FakeHead(ExecutorProposer):

@@ -379,8 +379,8 @@ class Scheduler:
     ) -> SequenceUpdate:
         """Take the tokens of a step with drafts, up to one that ends the sequence."""
         assert self._drafting is not None, "a draft of no proposer"
-        self._drafting.verified(len(scheduled.drafts), len(token_ids) - 1)
         sequence = scheduled.sequence
+        self._drafting.verified(sequence, len(scheduled.drafts), len(token_ids) - 1)
         group = self._group(sequence.request_id)
         assert group is not None
         # By all tokens of the step: a step in flight has followed them, also those after an end.

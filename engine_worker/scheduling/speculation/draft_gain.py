@@ -4,6 +4,9 @@ A step with drafts costs more and gives more tokens. Both kinds of steps are tim
 few steps from time to time, since contents change, and for two if drafts are much slower. Drafts make no step faster,
 so the tokens that a sequence gets in a drafting step bound the gain: where they are too few in all batches, one step is
 enough to try again.
+
+A draft is a row of its step. Steps of different length give the time of a row, and so the chance of being right that a
+draft needs to pay.
 """
 
 from collections import defaultdict
@@ -14,6 +17,9 @@ _HOPELESS = 0.6  # a gain so low that few steps show it; a step without proposal
 _TRIAL_STEPS = 8  # of the kind that is not in use
 _STEPS_BETWEEN_TRIALS = 400  # 8 steps that take 1.5 times as long then cost 1 %
 _WEIGHT = 0.1  # of a new measurement
+_ROW_WEIGHT = 0.05  # of a new step in the time of a row: a difference of times varies more
+_MIN_SPREAD = 0.1  # of the rows around their mean: steps of nearly equal length do not tell what a row costs
+_MAX_NEED = 0.95  # a chance that a sequence reaches, so that a cost that was measured too high is measured again
 
 
 @dataclass(slots=True)
@@ -36,9 +42,33 @@ class _Ratio:
 
 
 @dataclass(slots=True)
+class _RowTime:
+    """The seconds that one more row takes: the slope of a line through the steps, by weighted least squares."""
+
+    slope: float = 0.0  # 0: not known yet
+    rows: float = 0.0  # weighted means
+    seconds: float = 0.0
+    variance: float = 0.0  # of rows
+    covariance: float = 0.0  # of rows and seconds
+    num_steps: int = 0
+
+    def add(self, num_rows: int, seconds: float) -> None:
+        self.num_steps += 1
+        weight = max(_ROW_WEIGHT, 1 / self.num_steps)
+        from_mean = num_rows - self.rows
+        self.rows += weight * from_mean
+        self.variance = (1 - weight) * (self.variance + weight * from_mean**2)
+        self.covariance = (1 - weight) * (self.covariance + weight * from_mean * (seconds - self.seconds))
+        self.seconds += weight * (seconds - self.seconds)
+        if self.variance > (_MIN_SPREAD * self.rows) ** 2:
+            self.slope = max(0.0, self.covariance / self.variance)
+
+
+@dataclass(slots=True)
 class _Kinds:
     plain: _Ratio = field(default_factory=_Ratio)  # seconds per token
     drafting: _Ratio = field(default_factory=_Ratio)
+    row_time: _RowTime = field(default_factory=_RowTime)
     num_steps: int = 0
 
 
@@ -77,13 +107,23 @@ class DraftGain:
         is_trial = kinds.num_steps % _STEPS_BETWEEN_TRIALS < trial_steps
         return pays != is_trial
 
-    def record(self, num_sequences: int, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
-        """Record a step without prompts, right after it."""
+    def needed_chance(self, num_sequences: int) -> float:
+        """Return the chance to be right that a draft needs to pay: its time by the tokens of that time; 0: unknown."""
+        kinds = self._by_size[num_sequences.bit_length()]
+        if self._min_gain == 0.0 or not kinds.row_time.slope:
+            return 0.0
+        token_seconds = min(kind.mean for kind in (kinds.plain, kinds.drafting) if kind.num_steps)
+        return min(kinds.row_time.slope / token_seconds, _MAX_NEED)
+
+    def record(self, num_sequences: int, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """Record a step without prompts, right after it. Rows beyond the sequences are drafts."""
         if self._min_gain == 0.0 or not num_tokens:
             return
-        is_drafting = has_drafts or (self._runs_ahead and self.is_on(num_sequences))
+        is_drafting = num_rows > num_sequences or (self._runs_ahead and self.is_on(num_sequences))
         kinds = self._by_size[num_sequences.bit_length()]
         (kinds.drafting if is_drafting else kinds.plain).add(seconds, num_tokens)
+        if is_drafting or not self._runs_ahead:
+            kinds.row_time.add(num_rows, seconds)
         kinds.num_steps += 1
         self._num_steps += 1
         if is_drafting:

@@ -18,6 +18,7 @@ from engine_worker.kv.kv_allocator import KVAllocator
 from engine_worker.kv.sequence import Sequence
 from engine_worker.scheduling.batch import ScheduledBatch, ScheduledSequence
 from engine_worker.scheduling.sequence_group import SequenceGroup
+from engine_worker.scheduling.speculation.draft_chances import DraftChances
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
 from engine_worker.scheduling.speculation.given_drafts import GivenDrafts
 from engine_worker.scheduling.speculation.totals import SpeculationTotals
@@ -72,6 +73,7 @@ class Drafting:
         self._kv_cache = kv_cache
         self._limits = limits
         self._gain = gain
+        self._chances = DraftChances()
 
     def is_on(self, num_running: int) -> bool:
         """Whether the next step of `num_running` sequences may draft."""
@@ -113,18 +115,22 @@ class Drafting:
         num_left = self._limits.of_step(num_sampled)
         if num_left <= 0 or not self._gain.is_on(len(decodes)):
             return drafts
+        needed_chance = self._gain.needed_chance(len(decodes))
         for group, sequence in decodes:
             most = min(self._limits.max_drafts, num_left, _room_for_drafts(group, sequence))
-            proposed = self._proposed(sequence, most) if most > 0 else []
+            proposed = self._proposed(sequence, most, needed_chance) if most > 0 else []
             if proposed and self._take_blocks(sequence, len(proposed)):
                 drafts[sequence] = tuple(proposed)
                 num_left -= len(proposed)
         return drafts
 
-    def _proposed(self, sequence: Sequence, most: int) -> list[int]:
+    def _proposed(self, sequence: Sequence, most: int, needed_chance: float) -> list[int]:
         """Return drafts, -1, -2, ... for those that the step in flight makes."""
         if not sequence.num_inflight_tokens:
-            return self._forced.take(sequence, most) or self._proposer.propose(sequence, most)
+            if forced := self._forced.take(sequence, most):
+                return forced
+            num_worth = min(most, self._chances.num_worth(sequence, needed_chance))
+            return self._proposer.propose(sequence, int(num_worth)) if num_worth else []
         if self._executor is None or sequence not in self._making:
             return []
         return [-number for number in range(1, min(most, self._executor.num_made) + 1)]
@@ -148,19 +154,21 @@ class Drafting:
         sequence.num_spare_tokens = sequence.num_inflight_tokens + num_after
         return True
 
-    def verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Record the outcome of one sequence's drafts."""
+    def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Record the outcome of one sequence's drafts, before their tokens are appended."""
         self.totals.add(num_drafts, num_accepted)
+        self._chances.verified(sequence, num_drafts, num_accepted)
 
     def step_took(self, batch: ScheduledBatch, num_tokens: int, seconds: float) -> None:
         """Record a step that gave `num_tokens` tokens, unless it also computed prompts."""
         if all(one.samples and one.num_new_tokens == 1 + len(one.drafts) for one in batch.sequences):
-            has_drafts = any(scheduled.drafts for scheduled in batch.sequences)
-            self._gain.record(len(batch.sequences), num_tokens, seconds, has_drafts=has_drafts)
+            num_rows = sum(one.num_new_tokens for one in batch.sequences)
+            self._gain.record(len(batch.sequences), num_rows, num_tokens, seconds)
 
     def ended(self, sequences: Iterable[Sequence]) -> None:
         ended = list(sequences)
         self._forced.forget(ended)
+        self._chances.ended(ended)
         self._proposer.ended(ended)
 
 

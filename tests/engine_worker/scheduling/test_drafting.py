@@ -8,6 +8,7 @@ import pytest
 from engine_worker.kv.sequence import Sequence
 from engine_worker.scheduling.settings import SchedulingSettings
 from engine_worker.scheduling.speculation.config import SpeculativeConfig
+from engine_worker.scheduling.speculation.draft_chances import DraftChances
 from engine_worker.scheduling.speculation.draft_gain import DraftGain
 from engine_worker.scheduling.speculation.proposers import PROPOSERS
 from engine_worker.scheduling.speculation.totals import SpeculationTotals
@@ -79,9 +80,8 @@ def test_gain_turns_drafts_off_and_tries_again() -> None:
     for _ in range(420):
         is_on = gain.is_on(4)
         states.append(is_on)
-        gain.record(
-            4, 8 if is_on else 4, 0.03 if is_on else 0.01, has_drafts=is_on
-        )  # twice the tokens, thrice the time
+        num = 8 if is_on else 4
+        gain.record(4, num, num, 0.03 if is_on else 0.01)  # twice the tokens, thrice the time
     assert states[:8] == [False] * 8 and states[8:16] == [True] * 8
     assert not any(states[16:400]) and states[400:408] == [True] * 8 and not any(states[408:])
 
@@ -93,7 +93,7 @@ def test_gain_needs_two_steps_to_see_that_wrong_drafts_cannot_pay(size: int) -> 
     for step in range(811):
         num_sequences = 4 if step < 20 else size
         states.append(gain.is_on(num_sequences))
-        gain.record(num_sequences, num_sequences, 0.01, has_drafts=states[-1])
+        gain.record(num_sequences, num_sequences + 3 * states[-1], num_sequences, 0.01)
     assert [step for step, is_on in enumerate(states) if is_on] == [8, 9, 400, 800]
 
 
@@ -103,7 +103,7 @@ def test_gain_needs_two_steps_to_see_that_drafts_are_much_too_slow() -> None:
     for _ in range(500):
         is_on = gain.is_on(16)
         states.append(is_on)
-        gain.record(16, 48 if is_on else 16, 0.06 if is_on else 0.01, has_drafts=is_on)
+        gain.record(16, 64 if is_on else 16, 48 if is_on else 16, 0.06 if is_on else 0.01)
     assert [step for step, is_on in enumerate(states) if is_on] == [8, 9, 400, 401]
 
 
@@ -111,7 +111,7 @@ def test_gain_of_drafts_that_become_right_is_found() -> None:
     gain = DraftGain(1.05, runs_ahead=False)
     for step in range(500):
         is_on = gain.is_on(4)
-        gain.record(4, 16 if is_on and step > 20 else 4, 0.012 if is_on else 0.01, has_drafts=is_on)
+        gain.record(4, 16 if is_on else 4, 16 if is_on and step > 20 else 4, 0.012 if is_on else 0.01)
     assert gain.is_on(4)
 
 
@@ -120,8 +120,56 @@ def test_gain_counts_all_tokens_of_all_steps() -> None:
     gain = DraftGain(1.05, runs_ahead=False)
     for step in range(16):
         is_on = gain.is_on(1)
-        gain.record(1, (1 if step % 2 else 7) if is_on else 1, 0.02 if is_on else 0.01, has_drafts=is_on)
+        gain.record(1, 8 if is_on else 1, (1 if step % 2 else 7) if is_on else 1, 0.02 if is_on else 0.01)
     assert gain.is_on(1) and not gain.is_on(32)
+
+
+def test_drafts_need_the_chance_that_their_rows_cost() -> None:
+    """A row takes 6 ms. Plain steps give a token in 10 ms, so a draft must be right in 6 of 10 cases."""
+    gain = DraftGain(1.05, runs_ahead=False)
+    assert gain.needed_chance(16) == 0.0  # not known yet: drafts show it
+    for step in range(40):
+        num_drafts = 5 * (step % 8) if step >= 8 else 0
+        gain.record(16, 16 + num_drafts, 16, 0.16 + 0.006 * num_drafts)
+    assert gain.needed_chance(16) == pytest.approx(0.6)
+    assert gain.needed_chance(1) == 0.0
+    for _ in range(400):  # steps of one length tell nothing about a row
+        gain.record(16, 16, 16, 0.16)
+    assert gain.needed_chance(16) == pytest.approx(0.6)
+
+
+def test_drafts_of_slow_rows_are_still_tried() -> None:
+    """A row that took longer than a plain token, perhaps by accident, does not end drafting."""
+    gain, chances, sequence = DraftGain(1.05, runs_ahead=False), DraftChances(), make_sequence([1])
+    for num_rows in (4, 16, 4, 16):
+        gain.record(4, num_rows, 4, 0.04 * num_rows)
+    assert chances.num_worth(sequence, gain.needed_chance(4)) == 0
+    sequence.output_token_ids += [7] * 400
+    chances.verified(sequence, 1, 0)
+    assert chances.num_worth(sequence, gain.needed_chance(4)) == 0
+    sequence.output_token_ids += [7] * 100
+    assert chances.num_worth(sequence, gain.needed_chance(4)) >= 1
+
+
+def test_steps_that_ran_ahead_do_not_tell_what_a_row_costs() -> None:
+    gain = DraftGain(1.05, runs_ahead=True)
+    for _ in range(8):
+        gain.record(4, 4, 4, 0.01)
+    for num_rows in (8, 16) * 8:  # 10 ms more than plain ones, because they wait for the host
+        gain.record(4, num_rows, num_rows, 0.02 + 0.0001 * num_rows)
+    assert gain.needed_chance(4) == pytest.approx(0.0001 / (0.02 / 12 + 0.0001), rel=0.1)
+
+
+def test_wrong_drafts_become_fewer_and_right_ones_more() -> None:
+    chances, sequence, numbers = DraftChances(), make_sequence([1]), []
+    for num_accepted in (0, 0, 0, 0, 7, 7):
+        numbers.append(chances.num_worth(sequence, 0.5))
+        chances.verified(sequence, 7, num_accepted)
+        sequence.output_token_ids += [7] * (1 + num_accepted)
+    assert numbers == sorted(numbers[:5], reverse=True) + numbers[5:] and numbers[0] > numbers[4] == 0 < numbers[5]
+    assert chances.num_worth(sequence, 0.0) > 7  # nothing is known about the cost
+    chances.ended([sequence])
+    assert chances.num_worth(sequence, 0.5) == numbers[0]
 
 
 def test_drafts_end_at_a_stop_token_and_at_max_tokens() -> None:
