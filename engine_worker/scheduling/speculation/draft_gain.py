@@ -19,6 +19,7 @@ _STEPS_BETWEEN_TRIALS = 400  # 8 steps that take 1.5 times as long then cost 1 %
 _WEIGHT = 0.1  # of a new measurement
 _ROW_WEIGHT = 0.05  # of a new step in the time of a row: a difference of times varies more
 _MIN_SPREAD = 0.1  # of the rows around their mean: steps of nearly equal length do not tell what a row costs
+_RECORDED_ROWS = 32  # the first step of so many rows takes 30 ms more on a CPU (model/decode_programs.py)
 _MAX_NEED = 0.95  # a chance that a sequence reaches, so that a cost that was measured too high is measured again
 
 
@@ -87,6 +88,7 @@ class DraftGain:
         self._runs_ahead = runs_ahead
         self._by_size: defaultdict[int, _Kinds] = defaultdict(_Kinds)
         self._tokens_each = _Ratio()  # per sequence of steps with drafts, of all sizes
+        self._recorded: set[int] = set()  # numbers of rows whose next step does not prepare kernels
         self._num_steps = 0
 
     def is_on(self, num_sequences: int) -> bool:
@@ -120,11 +122,14 @@ class DraftGain:
         if self._min_gain == 0.0 or not num_tokens:
             return
         is_drafting = num_rows > num_sequences or (self._runs_ahead and self.is_on(num_sequences))
+        self._num_steps += 1
+        if is_drafting:
+            self._tokens_each.add(num_tokens, num_sequences)
+        if num_rows <= _RECORDED_ROWS and num_rows not in self._recorded:
+            self._recorded.add(num_rows)
+            return
         kinds = self._by_size[num_sequences.bit_length()]
         (kinds.drafting if is_drafting else kinds.plain).add(seconds, num_tokens)
         if is_drafting or not self._runs_ahead:
             kinds.row_time.add(num_rows, seconds)
         kinds.num_steps += 1
-        self._num_steps += 1
-        if is_drafting:
-            self._tokens_each.add(num_tokens, num_sequences)
