@@ -161,7 +161,9 @@ def _quantized_to_4_bits(weight: Tensor) -> GroupedWeight:
     return GroupedWeight(GroupFormat.INT4_MINIMUM, quants, scales, minima)
 
 
-class _LinearWeight(ctypes.Structure):
+class LinearWeight(ctypes.Structure):
+    """Mirrors LinearWeight of csrc/linear_weight.h."""
+
     _fields_ = (
         ("quants", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
@@ -208,7 +210,7 @@ class PackedLinear:
         self._tensors = _packed(weight, is_gated)  # must stay alive: the structure holds their addresses
         self._bias = None if bias is None else bias.float().contiguous()
         quants, scales, minima = self._tensors
-        self._weight = _LinearWeight(
+        self._weight = LinearWeight(
             address(quants), address(scales), address(minima), address(self._bias),
             len(weight), inputs, weight.format, 0,
         )  # fmt: skip
@@ -217,6 +219,16 @@ class PackedLinear:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
+
+    @property
+    def format(self) -> GroupFormat:
+        return GroupFormat(self._weight.format)
+
+    def structure(self, gate: Gate = Gate.SILU) -> LinearWeight:
+        """Return what kernels read; this object must stay alive. `gate` is the activation of a gated weight."""
+        copy = LinearWeight.from_buffer_copy(self._weight)
+        copy.gate = gate if self._is_gated else 0
+        return copy
 
     def __call__(
         self, x: Tensor, out: Tensor | None = None, gate: Gate = Gate.SILU, threads: int | None = None

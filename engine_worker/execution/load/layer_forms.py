@@ -33,4 +33,4 @@ def _parts_in_torch(shape: ModelShape) -> Iterator[str]:
     if has_convolutions(shape):
         yield "short convolutions: torch operators"
     if isinstance(shape, ModelSpec) and any(isinstance(layer.mlp, ExpertsSpec) for layer in shape.layers):
-        yield "experts: a loop in torch over the chosen ones"
+        yield "experts: one call per layer with 4- or 8-bit weights, else a loop in torch over the chosen ones"

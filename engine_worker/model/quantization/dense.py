@@ -53,8 +53,12 @@ class DenseMethod:
 
 
 def _cpu_experts(load: ExpertsLoad, source: WeightSource, method: LinearMethod) -> Experts:
-    from engine_worker.model.quantization.experts_cpu import load_experts  # noqa: PLC0415 - only some models need it
+    from engine_worker.model.quantization.experts_cpu import (  # noqa: PLC0415 - only some models need it
+        load_experts,
+        log_loop,
+    )
 
+    log_loop()
     return load_experts(load, source, method)
 
 

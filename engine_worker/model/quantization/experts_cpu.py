@@ -43,13 +43,12 @@ def load_experts(load: ExpertsLoad, source: WeightSource, method: LinearMethod) 
     for expert in load.spec.experts:
         first, down = load.linears(expert)
         experts.append((method.load(first, weights), method.load(down, weights)))
-    _log_form()
     return LoopedExperts(load.spec, load.router, experts)
 
 
 @cache
-def _log_form() -> None:
-    """Log the form of experts on a CPU, once for all layers."""
+def log_loop() -> None:
+    """Log that experts run in a loop, once for all layers."""
     logger.info("experts: a loop in torch over the chosen ones, with the linear layers of the number format")
 
 
@@ -60,18 +59,26 @@ class LoopedExperts:
 
     def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: list[tuple[Linear, Linear]]) -> None:
         """Hold the experts; `experts` has the first and the second layer of each expert of this rank."""
-        self._first, self._experts, self._gate = spec.experts.start, experts, spec.gate
+        self._first, self._gate = spec.experts.start, spec.gate
+        self.experts = experts
         self._router, self._correction = spec.router, router.correction_bias
         self._logits = cpu_kernel(router.weight.float(), None if router.bias is None else router.bias.float())
 
     def __call__(self, x: Input) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
-        ids, weights = choose(self._logits(x.float(), torch.float32), self._router, self._correction)
+        return self.weighted_sum(x, *choose(self.logits(x), self._router, self._correction))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return the router's logits [T, E] float32."""
+        return self._logits(x.float(), torch.float32)
+
+    def weighted_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Return [T, H]: of the experts `ids` [T, k] of each token in ascending order, times `weights` [T, k]."""
         chosen, sums = ids.flatten(), torch.zeros_like(x, dtype=torch.float32)
         pairs = chosen.sort(stable=True).indices  # token * k + slot, by expert
         tokens, factors = pairs // ids.shape[1], weights.flatten()[pairs, None]
-        for expert, own in _by_expert(chosen, len(self._experts), self._first):
-            first, down = self._experts[expert]
+        for expert, own in _by_expert(chosen, len(self.experts), self._first):
+            first, down = self.experts[expert]
             outputs = down(self._activated(first, x[tokens[own]]))
             sums.index_add_(0, tokens[own], outputs.float().mul_(factors[own]))
         return sums.to(x.dtype)

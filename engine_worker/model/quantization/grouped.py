@@ -46,7 +46,7 @@ from kernels.scaled import Scaling
 
 logger = logging.getLogger("worker")
 
-_GATES = {GateKind.SILU: Gate.SILU, GateKind.GELU_TANH: Gate.GELU_TANH}
+GATES = {GateKind.SILU: Gate.SILU, GateKind.GELU_TANH: Gate.GELU_TANH}
 _DTYPES = (torch.bfloat16, torch.float32)  # supported by the library
 
 
@@ -182,9 +182,11 @@ class GroupedMethod:
         return GroupedLinear(packed)
 
     def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
-        from engine_worker.model.quantization.experts_cpu import load_experts  # noqa: PLC0415 - only some models need it
+        from engine_worker.model.quantization.experts_grouped import (  # noqa: PLC0415 - only some models need it
+            load_grouped_experts,
+        )
 
-        return load_experts(load, source, self)
+        return load_grouped_experts(load, source, self)
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         numbers = self._numbers.head(weight, name)
@@ -203,15 +205,15 @@ class GroupedLinear:
     scaling: Scaling = Scaling.NONE  # rows are quantized by the kernel: 0.4 us per row of 576
 
     def __init__(self, packed: PackedLinear) -> None:
-        self._packed = packed
+        self.packed = packed
 
     def __call__(self, x: Input) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
-        return self._packed(_served(x)).to(x.dtype)
+        return self.packed(_served(x)).to(x.dtype)
 
     def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
-        return self._packed(_served(x), gate=_GATES[gate.kind]).to(x.dtype)
+        return self.packed(_served(x), gate=GATES[gate.kind]).to(x.dtype)
 
 
 class GroupedHead:

@@ -1,5 +1,5 @@
 // linear.h for AVX2: 8 outputs per register.
-#include "linear.h"
+#include "experts.h"
 
 namespace {
 
@@ -101,3 +101,4 @@ struct Avx2 {
 }  // namespace
 
 PAGESTREAM_LINEAR(pagestream_linear_avx2, Avx2)
+PAGESTREAM_EXPERTS(avx2, Avx2)

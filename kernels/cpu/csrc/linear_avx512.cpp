@@ -1,4 +1,5 @@
 // linear.h for AVX-512 with VNNI: 16 outputs per register, four inputs per instruction.
+#include "experts.h"
 #include "linear_panels.h"
 
 namespace {
@@ -128,3 +129,4 @@ PAGESTREAM_EXPORT int pagestream_linear_avx512(const LinearWeight* weight, const
     const auto product = num_rows >= MIN_PANEL_ROWS ? linear_by_panels<Avx512Words> : linear<Avx512>;
     return product(*weight, x, x_stride, x_type, num_rows, out, out_stride, out_type, num_threads);
 }
+PAGESTREAM_EXPERTS(avx512, Avx512)

@@ -95,9 +95,10 @@ bool perform(const Operation* operations, int count, int num_threads) {
         for (int i = 0; i < count; i++) operations[i].run(operations[i].body, 0, operations[i].parts, shared);
         return true;
     }
-    Progress progress[4];
-    for (int first = 0; first < count; first += 4)
-        run(operations + first, progress + first, count - first < 4 ? count - first : 4, shared, num_threads);
+    for (int first = 0; first < count; first += 4) {
+        Progress progress[4];
+        run(operations + first, progress, count - first < 4 ? count - first : 4, shared, num_threads);
+    }
     return true;
 }
 

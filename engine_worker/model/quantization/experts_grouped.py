@@ -1,0 +1,103 @@
+"""Experts on a CPU whose weights are in groups of 32 inputs: in one C++ call, or for many tokens in a loop.
+
+Both have the same bits, so a token's do not depend on its batch.
+"""
+
+import logging
+from functools import cache
+
+from torch import Tensor
+
+from engine_worker.model.linear import NOTHING_QUANTIZED, Experts, ExpertsLoad, Input, LinearMethod
+from engine_worker.model.quantization.experts_cpu import LoopedExperts, load_experts, log_loop
+from engine_worker.model.quantization.grouped import GATES, GroupedLinear
+from engine_worker.model.specs.experts import Scoring as SpecScoring
+from engine_worker.model.weights import WeightSource
+from kernels.cpu.build import NoLibrary
+from kernels.cpu.experts import MAX_CHOSEN, MAX_EXPERTS, PackedExperts, Routing, Scoring, check_experts
+from kernels.cpu.library import InstructionSet, cpu_library
+from kernels.cpu.linear import PackedLinear
+from kernels.cpu.step import DTYPES
+from kernels.scaled import Scaling
+
+logger = logging.getLogger("worker")
+
+# Up to so many tokens one call is faster. AVX2: 0.6 of the loop's time for 32 tokens, 0.7 to 0.95 for 512. AVX-512 has
+# tiles of more rows in the loop, from 6 rows of an expert on.
+_MAX_TOKENS = {InstructionSet.AVX2: 512, InstructionSet.AVX512_VNNI: 32}
+
+_SCORINGS = {
+    SpecScoring.SOFTMAX: Scoring.SOFTMAX,
+    SpecScoring.SOFTMAX_OF_CHOSEN: Scoring.SOFTMAX_OF_CHOSEN,
+    SpecScoring.SIGMOID: Scoring.SIGMOID,
+}
+
+
+def load_grouped_experts(load: ExpertsLoad, source: WeightSource, method: LinearMethod) -> Experts:
+    """Load the experts with the linear layers of `method`; in a loop if C++ does not serve them.
+
+    Raises:
+        ValueError: If a tensor is missing or has another shape.
+    """
+    looped = load_experts(load, source, method)
+    packed = _packed(load, looped)
+    if packed is None:
+        log_loop()
+        return looped
+    return GroupedExperts(packed, looped)
+
+
+class GroupedExperts:
+    """The experts of one layer."""
+
+    scaling = Scaling.NONE
+
+    def __init__(self, packed: PackedExperts, looped: LoopedExperts) -> None:
+        self._packed, self._looped = packed, looped
+        self._max_tokens = _MAX_TOKENS[cpu_library().instruction_set]
+
+    def __call__(self, x: Input) -> Tensor:
+        assert isinstance(x, Tensor), NOTHING_QUANTIZED
+        logits = self._looped.logits(x)
+        if len(x) <= self._max_tokens and x.dtype in DTYPES:
+            return self._packed(x, logits)
+        return self._looped.weighted_sum(x, *self._packed.choose(logits))
+
+
+def _packed(load: ExpertsLoad, looped: LoopedExperts) -> PackedExperts | None:
+    router, gate = load.spec.router, load.spec.gate
+    experts = [_pair(*pair) for pair in looped.experts]
+    there = [pair for pair in experts if pair is not None]
+    formats = {(first.format, down.format) for first, down in there}
+    is_small = router.num_experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN
+    if gate is None or not gate.is_plain or router.num_groups > 1 or not is_small:
+        return None
+    if len(there) < len(experts) or len(formats) != 1 or not _is_right():
+        return None
+    routing = Routing(
+        num_experts=router.num_experts,
+        top_k=router.top_k,
+        scoring=_SCORINGS[router.scoring],
+        renormalize=router.renormalize,
+        scale=router.scale,
+        correction=load.router.correction_bias,
+    )
+    return PackedExperts(routing, there, GATES[gate.kind], load.spec.experts.start)
+
+
+def _pair(first: object, down: object) -> tuple[PackedLinear, PackedLinear] | None:
+    if isinstance(first, GroupedLinear) and isinstance(down, GroupedLinear):
+        return first.packed, down.packed
+    return None
+
+
+@cache
+def _is_right() -> bool:
+    instruction_set = cpu_library().instruction_set
+    try:
+        check_experts(instruction_set)
+    except NoLibrary as error:
+        logger.warning("experts: falling back to a loop, slower: %s", error)
+        return False
+    logger.info("experts: C++, one call per layer for up to %d tokens of a step", _MAX_TOKENS[instruction_set])
+    return True

@@ -1,0 +1,124 @@
+"""Experts in one C++ call: the choice beside torch's, and the bits of loops over the experts."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_worker.model.quantization.experts_cpu import choose
+from engine_worker.model.specs.experts import RouterSpec
+from engine_worker.model.specs.experts import Scoring as SpecScoring
+from kernels.cpu.experts import PackedExperts, Routing, Scoring
+from kernels.cpu.library import InstructionSet, cpu_library
+from kernels.cpu.linear import Gate, PackedLinear, quantized, quantized_to_4_bits
+from kernels.cpu.program import Buffers, NotRecordable, recording
+
+INPUTS, INNER = 96, 64
+
+
+def linears(
+    num_experts: int, *, has_4_bits: bool = True, has_bias: bool = False
+) -> list[tuple[PackedLinear, PackedLinear]]:
+    generator = torch.Generator().manual_seed(3)
+    number = quantized_to_4_bits if has_4_bits else quantized
+
+    def packed(outputs: int, inputs: int, *, is_gated: bool) -> PackedLinear:
+        bias = torch.randn(outputs, generator=generator) if has_bias else None
+        return PackedLinear(number(torch.randn(outputs, inputs, generator=generator)), inputs, bias, is_gated=is_gated)
+
+    return [
+        (packed(2 * INNER, INPUTS, is_gated=True), packed(INPUTS, INNER, is_gated=False)) for _ in range(num_experts)
+    ]
+
+
+def looped(
+    experts: list[tuple[PackedLinear, PackedLinear]], start: int, x: Tensor, chosen: tuple[Tensor, Tensor], gate: Gate
+) -> Tensor:
+    sums = torch.zeros_like(x, dtype=torch.float32)
+    for number, (first, down) in enumerate(experts, start=start):
+        tokens, slots = (chosen[0] == number).nonzero(as_tuple=True)
+        if len(tokens):
+            sums[tokens] += down(first(x[tokens], gate=gate)).float() * chosen[1][tokens, slots, None]
+    return sums.to(x.dtype)
+
+
+@pytest.mark.parametrize("instruction_set", cpu_library().instruction_sets)
+@pytest.mark.parametrize("gate", Gate)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [{}, {"has_4_bits": False}, {"has_bias": True}])
+def test_tokens_have_the_bits_of_loops_in_any_batch(
+    instruction_set: InstructionSet, gate: Gate, dtype: torch.dtype, form: dict[str, bool]
+) -> None:
+    experts = linears(7, **form)
+    made = PackedExperts(Routing(num_experts=7, top_k=3), experts, gate, instruction_set=instruction_set)
+    generator = torch.Generator().manual_seed(1)
+    x, logits = torch.randn(32, INPUTS, generator=generator).to(dtype), torch.randn(32, 7, generator=generator)
+    logits[5] = logits[9] = torch.arange(7)  # many tokens of the same experts
+    wanted = looped(experts, 0, x, made.choose(logits), gate)
+    for start, end in ((0, 32), (0, 1), (3, 10), (9, 9)):
+        assert torch.equal(made(x[start:end], logits[start:end]), wanted[start:end])
+
+
+def test_ranks_multiply_their_own_experts_only() -> None:
+    experts = linears(6)
+    routing = Routing(num_experts=6, top_k=2)
+    x, logits = torch.randn(5, INPUTS), torch.randn(5, 6)
+    logits[0] = torch.tensor([9.0, 8, 0, 0, 0, 0])  # nothing for the second rank
+    parts = [PackedExperts(routing, experts[at : at + 3], Gate.SILU, start=at) for at in (0, 3)]
+    for part, at in zip(parts, (0, 3), strict=True):
+        assert torch.equal(part(x, logits), looped(experts[at : at + 3], at, x, part.choose(logits), Gate.SILU))
+    assert not parts[1](x[:1], logits[:1]).any()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"scoring": "softmax", "renormalize": True, "scale": 2.5},
+        {"scoring": "softmax_of_chosen"},
+        {"scoring": "sigmoid", "renormalize": True},
+        {"scoring": "sigmoid", "scale": 0.5},
+    ],
+)
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "has_correction"), [(128, 8, False), (5, 5, True), (60, 4, True), (1, 1, False)]
+)
+def test_choice_is_that_of_torch(changes: dict[str, Any], num_experts: int, top_k: int, has_correction: bool) -> None:
+    scoring = SpecScoring(changes.get("scoring", "softmax"))
+    spec = RouterSpec(num_experts=num_experts, top_k=top_k, **{**changes, "scoring": scoring})
+    correction = torch.randn(num_experts, generator=torch.Generator().manual_seed(7)) if has_correction else None
+    routing = Routing(
+        num_experts=num_experts, top_k=top_k, scoring=Scoring[scoring.name], renormalize=spec.renormalize,
+        scale=spec.scale, correction=correction,
+    )  # fmt: skip
+    logits = 4 * torch.randn(200, num_experts, generator=torch.Generator().manual_seed(5))
+    logits[0], logits[1, 0], logits[2] = 0.0, 300.0, -300.0  # ties, and scores that round to 0 and 1
+    ids, weights = PackedExperts(routing, linears(num_experts)[:1], Gate.SILU).choose(logits)
+    wanted_ids, wanted_weights = choose(logits, spec, correction)
+    assert torch.equal(ids, wanted_ids)
+    torch.testing.assert_close(weights, wanted_weights, rtol=1e-5, atol=1e-7)  # exponentials round in other ways
+
+
+def test_row_without_numbers_harms_no_other() -> None:
+    experts, x, logits = linears(4), torch.randn(3, INPUTS), torch.randn(3, 4)
+    made = PackedExperts(Routing(num_experts=4, top_k=2), experts, Gate.SILU)
+    wanted = made(x, logits)
+    x[1], logits[1] = torch.nan, torch.nan
+    found = made(x, logits)
+    assert torch.equal(found[[0, 2]], wanted[[0, 2]]) and found[1].isnan().all()
+
+
+def test_program_chooses_the_experts_of_its_step() -> None:
+    made = PackedExperts(Routing(num_experts=7, top_k=3), linears(7), Gate.SILU)
+    x, logits = torch.randn(2, INPUTS), torch.randn(2, 7)
+    buffers = Buffers()  # the program writes into them
+    with recording(cpu_library(), buffers) as recorded:
+        out = made(x, logits)
+    for _ in range(3):
+        x.copy_(torch.randn(2, INPUTS))
+        logits.copy_(torch.randn(2, 7))
+        recorded.program.run()
+        assert torch.equal(out, made(x, logits))
+    with pytest.raises(NotRecordable), recording(cpu_library(), buffers):
+        choose(logits, RouterSpec(num_experts=7, top_k=3))
