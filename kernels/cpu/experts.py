@@ -14,8 +14,17 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.build import NoLibrary
-from kernels.cpu.library import InstructionSet, address, cpu_library, num_threads
-from kernels.cpu.linear import GROUP, Gate, GroupedWeight, GroupFormat, LinearWeight, PackedLinear
+from kernels.cpu.library import CpuLibrary, address, cpu_library, num_threads
+from kernels.cpu.linear import (
+    GROUP,
+    NO_LIMITS,
+    Gate,
+    GateLimits,
+    GroupedWeight,
+    GroupFormat,
+    LinearWeight,
+    PackedLinear,
+)
 from kernels.cpu.step import DTYPES, SUFFIXES
 
 MAX_EXPERTS, MAX_CHOSEN = 1024, 64  # of csrc/experts.h
@@ -80,7 +89,9 @@ class PackedExperts:
         experts: Sequence[tuple[PackedLinear, PackedLinear]],
         gate: Gate,
         start: int = 0,
-        instruction_set: InstructionSet | None = None,
+        *,
+        limits: GateLimits = NO_LIMITS,
+        library: CpuLibrary | None = None,
     ) -> None:
         """Hold the experts.
 
@@ -89,13 +100,14 @@ class PackedExperts:
             experts: The gated first and the second layer of each expert of this rank, in the same shapes and formats.
             gate: Activation of the first layers.
             start: The first expert of this rank.
-            instruction_set: Default: the fastest of the processor.
+            limits: Of LIMITED_SILU.
+            library: Its fastest instruction set is used; default: that of this processor.
 
         Raises:
             NoLibrary: If there is no library.
         """
-        library = cpu_library()
-        suffix = SUFFIXES[instruction_set or library.instruction_set]
+        library = library or cpu_library()
+        suffix = SUFFIXES[library.instruction_set]
         self._compute = getattr(library.functions, f"pagestream_experts_{suffix}")
         self._compute.argtypes = [
             *(ctypes.c_void_p,) * 4, ctypes.c_int64, ctypes.c_int, ctypes.c_int64, *(ctypes.c_void_p,) * 4,
@@ -111,7 +123,7 @@ class PackedExperts:
             address(routing.correction), routing.num_experts, routing.top_k,
             routing.scale, routing.scoring, routing.renormalize,
         )  # fmt: skip
-        firsts = [first.structure(gate) for first, _ in experts]
+        firsts = [first.structure(gate, limits) for first, _ in experts]
         downs = [down.structure() for _, down in experts]
         self._structures = (LinearWeight * len(firsts))(*firsts), (LinearWeight * len(downs))(*downs)
         self._experts = _Experts(*map(ctypes.addressof, self._structures), start, len(experts))
@@ -166,7 +178,7 @@ class PackedExperts:
 
 
 @cache
-def check_experts(instruction_set: InstructionSet) -> None:
+def check_experts() -> None:
     """Compare a small layer with loops over its experts, once per process.
 
     Raises:
@@ -189,9 +201,7 @@ def check_experts(instruction_set: InstructionSet) -> None:
     linears = [
         (packed(2 * inner, inputs, is_gated=True), packed(inputs, inner, is_gated=False)) for _ in range(num_experts)
     ]
-    experts = PackedExperts(
-        Routing(num_experts=num_experts, top_k=3), linears[1:], Gate.SILU, start=1, instruction_set=instruction_set
-    )
+    experts = PackedExperts(Routing(num_experts=num_experts, top_k=3), linears[1:], Gate.SILU, start=1)
     ids, weights = experts.choose(logits)
     wanted = torch.zeros_like(x)
     for expert, (first, down) in enumerate(linears[1:], start=1):
@@ -201,4 +211,6 @@ def check_experts(instruction_set: InstructionSet) -> None:
         torch.equal(experts(x[start:end], logits[start:end], threads=1), wanted[start:end])
         for start, end in pairwise((0, 1, num_tokens))
     ):
-        raise NoLibrary(f"self-test failed: experts of {instruction_set.name} differ from loops over them")
+        raise NoLibrary(
+            f"self-test failed: experts of {cpu_library().instruction_set.name} differ from loops over them"
+        )

@@ -5,11 +5,12 @@ compared with plain loops once before use.
 """
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,11 @@ class GroupFormat(IntEnum):
     INT8 = 0  # scale * quant
     INT4_ZERO_8 = 1  # scale * (quant - 8)
     INT4_MINIMUM = 2  # scale * quant + minimum
+    E2M1 = 3  # scale / 2 * E2M1_NUMBERS[quant]
+
+
+# Twice the values of a sign, two bits of exponent and one of fraction, as in MXFP4.
+E2M1_NUMBERS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 class Gate(IntEnum):
@@ -45,6 +51,18 @@ class Gate(IntEnum):
 
     SILU = 1
     GELU_TANH = 2
+    LIMITED_SILU = 3  # gate * sigmoid(alpha * gate) * (up + up_offset), gate at most `limit` and up within it
+
+
+class GateLimits(NamedTuple):
+    """The numbers of LIMITED_SILU."""
+
+    alpha: float = 1.0
+    limit: float = math.inf
+    up_offset: float = 0.0
+
+
+NO_LIMITS = GateLimits()
 
 
 @dataclass(frozen=True)
@@ -53,7 +71,7 @@ class GroupedWeight:
 
     format: GroupFormat
     quants: Tensor  # [N, groups, 32] int8 for INT8, else [N, groups, 16] uint8: low nibbles are numbers 0-15
-    scales: Tensor  # [N, groups] float16
+    scales: Tensor  # [N, groups] float16; E2M1: uint8, the exponent of a power of two plus 127 (e8m0)
     minima: Tensor | None = None  # [N, groups] float16, only for INT4_MINIMUM
 
     def __len__(self) -> int:
@@ -66,9 +84,12 @@ class GroupedWeight:
 
     def values(self) -> Tensor:
         """Return the exact values, [N, groups * 32], float32."""
-        scales = self.scales.float()[..., None]
+        is_e2m1 = self.format is GroupFormat.E2M1
+        scales = (torch.exp2(self.scales.float() - 128) if is_e2m1 else self.scales.float())[..., None]
         is_int8 = self.format is GroupFormat.INT8
         quants = (self.quants if is_int8 else torch.cat((self.quants & 15, self.quants >> 4), -1)).float()
+        if is_e2m1:
+            quants = torch.tensor(E2M1_NUMBERS, dtype=torch.float32)[quants.int()]
         if self.format is GroupFormat.INT4_ZERO_8:
             quants -= 8
         exact = quants * scales
@@ -78,14 +99,15 @@ class GroupedWeight:
 def joined_rows(parts: Sequence[GroupedWeight]) -> GroupedWeight:
     """Concatenate weights along the output dimension.
 
-    Of several formats, INT4_MINIMUM holds those with 4 bits exactly. Beside 8 bits, the others are rounded to 8 bits,
-    by at most a 254th of a group's largest number.
+    Of several formats, INT4_MINIMUM holds 4-bit integers exactly. Beside 8 bits or E2M1, the others are rounded to 8
+    bits, by at most a 254th of a group's largest number.
 
     Raises:
         ValueError: If a scale does not fit float16.
     """
     formats = {part.format for part in parts}
-    common = GroupFormat.INT8 if GroupFormat.INT8 in formats else max(formats)
+    needs_8_bits = len(formats) > 1 and bool(formats & {GroupFormat.INT8, GroupFormat.E2M1})
+    common = GroupFormat.INT8 if needs_8_bits else max(formats)
     parts = [_in_format(part, common) for part in parts]
     minima = [part.minima for part in parts if part.minima is not None]
     return GroupedWeight(
@@ -173,6 +195,7 @@ class LinearWeight(ctypes.Structure):
         ("inputs", ctypes.c_int64),
         ("format", ctypes.c_int32),
         ("gate", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in GateLimits._fields),
     )
 
 
@@ -212,7 +235,7 @@ class PackedLinear:
         quants, scales, minima = self._tensors
         self._weight = LinearWeight(
             address(quants), address(scales), address(minima), address(self._bias),
-            len(weight), inputs, weight.format, 0,
+            len(weight), inputs, weight.format, 0, *NO_LIMITS,
         )  # fmt: skip
         self._address = ctypes.addressof(self._weight)
 
@@ -224,14 +247,19 @@ class PackedLinear:
     def format(self) -> GroupFormat:
         return GroupFormat(self._weight.format)
 
-    def structure(self, gate: Gate = Gate.SILU) -> LinearWeight:
+    def structure(self, gate: Gate = Gate.SILU, limits: GateLimits = NO_LIMITS) -> LinearWeight:
         """Return what kernels read; this object must stay alive. `gate` is the activation of a gated weight."""
         copy = LinearWeight.from_buffer_copy(self._weight)
-        copy.gate = gate if self._is_gated else 0
+        copy.gate, copy.alpha, copy.limit, copy.up_offset = gate if self._is_gated else 0, *limits
         return copy
 
     def __call__(
-        self, x: Tensor, out: Tensor | None = None, gate: Gate = Gate.SILU, threads: int | None = None
+        self,
+        x: Tensor,
+        out: Tensor | None = None,
+        gate: Gate = Gate.SILU,
+        threads: int | None = None,
+        limits: GateLimits = NO_LIMITS,
     ) -> Tensor:
         """Multiply x.
 
@@ -240,6 +268,7 @@ class PackedLinear:
             out: [T, width], float32 or bfloat16; default: a new tensor in the dtype of x.
             gate: Activation of a gated weight.
             threads: Default: as many as torch's operators use.
+            limits: Of LIMITED_SILU.
 
         Returns:
             `out`.
@@ -253,7 +282,8 @@ class PackedLinear:
         if out is None:
             out = torch.empty((rows, self._width), dtype=x.dtype)
         assert inputs == self.inputs and out.shape == (rows, self._width) and out.stride(1) == 1
-        self._weight.gate = gate if self._is_gated else 0
+        weight = self._weight
+        weight.gate, weight.alpha, weight.limit, weight.up_offset = gate if self._is_gated else 0, *limits
         status = self._kernel(
             self._address, x.data_ptr(), x.stride(0), _TYPES[x.dtype], rows, out.data_ptr(), out.stride(0),
             _TYPES[out.dtype], threads or num_threads(),
@@ -326,18 +356,27 @@ def is_right(kernel: Kernel) -> bool:
         weight = GroupedWeight(
             format_,
             torch.randint(*numbers, (36, 3, width), generator=generator).to(dtype),
-            torch.rand((36, 3), generator=generator).half(),
+            _random_scales(format_, (36, 3), generator),
             -torch.rand((36, 3), generator=generator).half() if format_ is GroupFormat.INT4_MINIMUM else None,
         )
-        for is_gated, gate in ((False, Gate.SILU), (True, Gate.SILU), (True, Gate.GELU_TANH)):
+        limits = GateLimits(1.7, 0.5, 1.0)
+        for is_gated, gate in ((False, Gate.SILU), *((True, gate) for gate in Gate)):
             found, wanted = (
                 PackedLinear(weight, 70, is_gated=is_gated, kernel=one) for one in (kernel, plain_kernel())
             )
-            exact = wanted(x, gate=gate)
+            exact = wanted(x, gate=gate, limits=limits)
             # One thread: waking others takes ten times as long as these layers.
-            if not all(torch.equal(found(x[:rows], gate=gate, threads=1), exact[:rows]) for rows in _TRIED_ROWS):
+            if not all(
+                torch.equal(found(x[:rows], gate=gate, threads=1, limits=limits), exact[:rows]) for rows in _TRIED_ROWS
+            ):
                 return False
     return True
+
+
+def _random_scales(format_: GroupFormat, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    if format_ is GroupFormat.E2M1:
+        return torch.randint(120, 130, shape, generator=generator).to(torch.uint8)
+    return torch.rand(shape, generator=generator).half()
 
 
 def _function(name: str) -> Kernel:

@@ -88,10 +88,22 @@ class CpuLinear:
 
     def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Tensor:
         gate_up = self(x)
+        if not gate.is_plain:
+            return combined(gate_up, gate)
         if self._library is not None and serves(gate_up):
             return gate_and_mul(self._library, gate_up, is_gelu=gate.kind is GateKind.GELU_TANH)
         gates, ups = gate_up.chunk(2, dim=-1)
         return activated(gates, gate.kind).mul_(ups)
+
+
+def combined(gate_up: Tensor, gate: GateSpec) -> Tensor:
+    """Combine gate and up, the halves of gate_up [T, 2 I], as GateSpec states; in float32, in the dtype of gate_up."""
+    gates, ups = gate_up.float().chunk(2, dim=-1)
+    if gate.limit:
+        gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+    is_silu = gate.kind is GateKind.SILU
+    activated = gates * torch.sigmoid(gate.alpha * gates) if is_silu else F.gelu(gates, approximate="tanh")
+    return (activated * (ups + gate.up_offset)).to(gate_up.dtype)
 
 
 def activated(gate: Tensor, kind: GateKind) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine_worker.model.linear import (
@@ -23,7 +22,6 @@ from engine_worker.model.linear import (
 from engine_worker.model.quantization.dense_cpu import cpu_kernel
 from engine_worker.model.quantization.expert_weights import expert_source
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, Scoring
-from engine_worker.model.specs.mlp import GateKind, GateSpec
 from engine_worker.model.weights import WeightSource
 from kernels.scaled import Scaling
 
@@ -86,11 +84,9 @@ class LoopedExperts:
     def _activated(self, first: Linear, x: Tensor) -> Tensor:
         if self._gate is None:
             return first(x).relu_().square_()
-        if self._gate.is_plain:
-            gated = first.gated(x, self._gate)
-            assert isinstance(gated, Tensor)
-            return gated
-        return combined(first(x), self._gate)
+        gated = first.gated(x, self._gate)
+        assert isinstance(gated, Tensor)
+        return gated
 
 
 def choose(logits: Tensor, router: RouterSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -126,16 +122,6 @@ def _in_best_groups(ranking: Tensor, router: RouterSpec) -> Tensor:
     best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : router.num_chosen_groups]
     is_best = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, value=True)
     return groups.masked_fill(~is_best[..., None], -torch.inf).flatten(1)
-
-
-def combined(gate_up: Tensor, gate: GateSpec) -> Tensor:
-    """Combine gate and up, the halves of gate_up [T, 2 I], as GateSpec states; in float32, in the dtype of gate_up."""
-    gates, ups = gate_up.float().chunk(2, dim=-1)
-    if gate.limit:
-        gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
-    is_silu = gate.kind is GateKind.SILU
-    activated = gates * torch.sigmoid(gate.alpha * gates) if is_silu else F.gelu(gates, approximate="tanh")
-    return (activated * (ups + gate.up_offset)).to(gate_up.dtype)
 
 
 def _by_expert(chosen: Tensor, num_experts: int, first: int) -> Iterator[tuple[int, slice]]:

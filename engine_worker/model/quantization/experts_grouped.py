@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine_worker.model.linear import NOTHING_QUANTIZED, Experts, ExpertsLoad, Input, LinearMethod
 from engine_worker.model.quantization.experts_cpu import LoopedExperts, load_experts, log_loop
-from engine_worker.model.quantization.grouped import GATES, GroupedLinear
+from engine_worker.model.quantization.grouped import GroupedLinear, gate_of
 from engine_worker.model.specs.experts import Scoring as SpecScoring
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary
@@ -39,7 +39,11 @@ def load_grouped_experts(load: ExpertsLoad, source: WeightSource, method: Linear
     Raises:
         ValueError: If a tensor is missing or has another shape.
     """
-    looped = load_experts(load, source, method)
+    return in_one_call(load, load_experts(load, source, method))
+
+
+def in_one_call(load: ExpertsLoad, looped: LoopedExperts) -> Experts:
+    """Return experts that compute what `looped` does in one call, or `looped` if C++ does not serve it."""
     packed = _packed(load, looped)
     if packed is None:
         log_loop()
@@ -70,7 +74,7 @@ def _packed(load: ExpertsLoad, looped: LoopedExperts) -> PackedExperts | None:
     there = [pair for pair in experts if pair is not None]
     formats = {(first.format, down.format) for first, down in there}
     is_small = router.num_experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN
-    if gate is None or not gate.is_plain or router.num_groups > 1 or not is_small:
+    if gate is None or router.num_groups > 1 or not is_small:
         return None
     if len(there) < len(experts) or len(formats) != 1 or not _is_right():
         return None
@@ -82,7 +86,8 @@ def _packed(load: ExpertsLoad, looped: LoopedExperts) -> PackedExperts | None:
         scale=router.scale,
         correction=load.router.correction_bias,
     )
-    return PackedExperts(routing, there, GATES[gate.kind], load.spec.experts.start)
+    form, limits = gate_of(gate)
+    return PackedExperts(routing, there, form, load.spec.experts.start, limits=limits)
 
 
 def _pair(first: object, down: object) -> tuple[PackedLinear, PackedLinear] | None:
@@ -93,11 +98,12 @@ def _pair(first: object, down: object) -> tuple[PackedLinear, PackedLinear] | No
 
 @cache
 def _is_right() -> bool:
-    instruction_set = cpu_library().instruction_set
     try:
-        check_experts(instruction_set)
+        check_experts()
     except NoLibrary as error:
         logger.warning("experts: falling back to a loop, slower: %s", error)
         return False
-    logger.info("experts: C++, one call per layer for up to %d tokens of a step", _MAX_TOKENS[instruction_set])
+    logger.info(
+        "experts: C++, one call per layer for up to %d tokens of a step", _MAX_TOKENS[cpu_library().instruction_set]
+    )
     return True

@@ -5,6 +5,7 @@ load. A layer without such numbers, or with parts in several formats, stays in 1
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -34,7 +35,9 @@ from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import cpu_library
 from kernels.cpu.linear import (
     GROUP,
+    NO_LIMITS,
     Gate,
+    GateLimits,
     GroupedWeight,
     PackedLinear,
     joined_rows,
@@ -46,7 +49,7 @@ from kernels.scaled import Scaling
 
 logger = logging.getLogger("worker")
 
-GATES = {GateKind.SILU: Gate.SILU, GateKind.GELU_TANH: Gate.GELU_TANH}
+_GATES = {GateKind.SILU: Gate.SILU, GateKind.GELU_TANH: Gate.GELU_TANH}
 _DTYPES = (torch.bfloat16, torch.float32)  # supported by the library
 
 
@@ -197,6 +200,14 @@ class GroupedMethod:
         return GroupedHead(packed)
 
 
+def gate_of(gate: GateSpec) -> tuple[Gate, GateLimits]:
+    """Return what the kernels call this gate; SiLU may have limits."""
+    if gate.is_plain:
+        return _GATES[gate.kind], NO_LIMITS
+    assert gate.kind is GateKind.SILU, f"no model limits {gate.kind}"
+    return Gate.LIMITED_SILU, GateLimits(gate.alpha, gate.limit or math.inf, gate.up_offset)
+
+
 def _served(x: Tensor) -> Tensor:
     return x if x.dtype in _DTYPES else x.float()
 
@@ -213,7 +224,8 @@ class GroupedLinear:
 
     def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
-        return self.packed(_served(x), gate=GATES[gate.kind]).to(x.dtype)
+        form, limits = gate_of(gate)
+        return self.packed(_served(x), gate=form, limits=limits).to(x.dtype)
 
 
 class GroupedHead:

@@ -1,7 +1,8 @@
 """Experts in MXFP4; all other layers are in 16 or 32 bits.
 
-CUDA multiplies the packed form (kernels/moe). A CPU keeps the stored bytes and dequantizes an expert when a step
-chooses it. With `--quantization none`, experts are dequantized while they load.
+CUDA (kernels/moe) and a CPU (kernels/cpu/linear.py) multiply the stored numbers in another order. A CPU without C++
+kernels keeps the stored bytes and dequantizes an expert when a step chooses it. With `--quantization none`, experts are
+dequantized while they load.
 """
 
 import logging
@@ -32,8 +33,8 @@ def method(stored: WeightFormat, device_type: str, is_deterministic: bool) -> Li
     """Return the method of a format on a device type."""
     if stored.is_dequantized:
         logger.info("weights: %s: dequantized while loading: --quantization none", stored.name)
-    elif device_type == "cpu":
-        logger.info("experts: %s: kept as stored; dequantized for each step that chooses them, slower", stored.name)
+    elif device_type == "cpu" and (reason := _why_no_kernels()):
+        logger.warning("experts: %s: dequantized for each step that chooses them, slower: %s", stored.name, reason)
     return Mxfp4Method(stored, device_type, is_deterministic)
 
 
@@ -124,7 +125,7 @@ class Mxfp4Linear:
 
     scaling: Scaling = Scaling.NONE
 
-    def __init__(self, blocks: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, blocks: Tensor, scales: Tensor, bias: Tensor | None, _role: Role) -> None:
         """Hold the stored bytes: blocks [N, K / 32, 16] and scales [N, K / 32]."""
         self._blocks, self._scales, self._bias = blocks, scales, bias
 
@@ -141,21 +142,39 @@ class Mxfp4Linear:
         return CpuLinear(dequantized(self._blocks, self._scales).to(x.dtype), self._bias)
 
 
+def _why_no_kernels() -> str:
+    from engine_worker.model.quantization.grouped import why_no_kernels  # noqa: PLC0415 - CPU only
+
+    return why_no_kernels()
+
+
 def _on_cpu(load: ExpertsLoad, source: WeightSource) -> Experts:
     from engine_worker.model.quantization.experts_cpu import LoopedExperts  # noqa: PLC0415 - CPU only
+    from engine_worker.model.quantization.experts_grouped import in_one_call  # noqa: PLC0415 - CPU only
 
     single = StackedExperts(load, source)
     linears = [load.linears(expert) for expert in load.spec.experts]
     weights = [_stacked(load, source, role) for role in (Role.GATE_UP, Role.DOWN)]
+    make = Mxfp4Linear if _why_no_kernels() else _grouped
     experts: list[tuple[Linear, Linear]] = []
     for place, specs in enumerate(linears):
-        biases = (rows_of(spec, single, "bias", ()) if spec.bias else None for spec in specs)
         gate_up, down = (
-            Mxfp4Linear(blocks[place], scales[place], bias)
-            for (blocks, scales), bias in zip(weights, biases, strict=True)
+            make(blocks[place], scales[place], rows_of(spec, single, "bias", ()) if spec.bias else None, spec.role)
+            for (blocks, scales), spec in zip(weights, specs, strict=True)
         )
         experts.append((gate_up, down))
-    return LoopedExperts(load.spec, load.router, experts)
+    return in_one_call(load, LoopedExperts(load.spec, load.router, experts))
+
+
+def _grouped(blocks: Tensor, scales: Tensor, bias: Tensor | None, role: Role) -> Linear:
+    """Return a linear layer of one expert: blocks [N, K / 32, 16] and scales [N, K / 32]."""
+    from engine_worker.model.quantization.grouped import GroupedLinear  # noqa: PLC0415 - CPU only
+    from kernels.cpu.linear import GroupedWeight, GroupFormat, PackedLinear  # noqa: PLC0415 - CPU only
+
+    numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
+    half = numbers.shape[-1] // 2
+    weight = GroupedWeight(GroupFormat.E2M1, numbers[..., :half] | numbers[..., half:] << 4, scales)
+    return GroupedLinear(PackedLinear(weight, scales.shape[1] * 2 * half, bias, is_gated=role is Role.GATE_UP))
 
 
 def _packed(load: ExpertsLoad, source: WeightSource, role: Role) -> Mxfp4Experts:

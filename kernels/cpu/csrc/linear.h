@@ -156,6 +156,12 @@ inline void store(const float* sums, int64_t count, void* to, int type) {  // up
     memcpy(to, rounded, count * sizeof(uint16_t));
 }
 
+// The scales of outputs from index `at` on, for the numbers that dot() adds.
+template <class Set, int FORMAT>
+inline typename Set::Floats scales_at(const void* scales, int64_t at) {
+    return FORMAT == E2M1 ? Set::halved_powers((const uint8_t*)scales + at) : Set::load((const uint16_t*)scales + at);
+}
+
 // The sums of `count` rows from `row` on for one block of 16 outputs, in sums[count][16].
 template <class Set, int FORMAT, int ROWS>
 void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, int64_t row, float* sums) {
@@ -173,7 +179,7 @@ void multiply_tile(const LinearWeight& weight, int64_t block, const Rows& rows, 
                                                    rows.groups * 2 * GROUP, exact);
             for (int part = 0; part < PARTS; part++) {
                 const int64_t lane = of_block * OUTPUTS + (first + part) * Set::LANES;
-                const typename Set::Floats scale = Set::load(weight.scales + lane);
+                const typename Set::Floats scale = scales_at<Set, FORMAT>(weight.scales, lane);
                 for (int r = 0; r < ROWS; r++) {
                     const int64_t at = (row + r) * rows.groups + group;
                     const typename Set::Floats factor = Set::multiply(scale, Set::all(rows.scales[at]));
@@ -204,6 +210,7 @@ int multiply(const LinearWeight& weight, int64_t block, const Rows& rows, int64_
     switch (weight.format) {
         case INT8: return multiply_rows<Set, INT8>(weight, block, rows, row, left, sums);
         case INT4_ZERO_8: return multiply_rows<Set, INT4_ZERO_8>(weight, block, rows, row, left, sums);
+        case E2M1: return multiply_rows<Set, E2M1>(weight, block, rows, row, left, sums);
         default: return multiply_rows<Set, INT4_MINIMUM>(weight, block, rows, row, left, sums);
     }
 }
@@ -227,7 +234,7 @@ void compute_block(const LinearWeight& weight, int64_t block, const Rows& rows, 
             multiply<Set>(weight, 2 * block + 1, rows, row, end - row, up);
             if (weight.bias) add_bias(up, done, weight.bias + width + at, count);
             for (int i = 0; i < done * OUTPUTS; i += WIDTH)
-                store(sums + i, times(activated(load(sums + i), weight.gate), load(up + i)));
+                store(sums + i, gated(load(sums + i), load(up + i), weight));
         }
         for (int r = 0; r < done; r++) store(sums + r * OUTPUTS, count, out + ((row + r) * out_stride + at) * size, out_type);
     }

@@ -6,6 +6,19 @@ namespace {
 
 constexpr int MIN_PANEL_ROWS = 6;  // from 6 rows on, panels take 0.9 of the time; with 5 they take longer
 
+constexpr int E2M1_ZERO = 12;
+
+inline __m512 halved_powers_of(const uint8_t* exponents) {
+    const __m512i plus_127 = _mm512_cvtepu16_epi32(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)exponents)));
+    const __m512i halved = _mm512_max_epi32(_mm512_sub_epi32(plus_127, _mm512_set1_epi32(1)), _mm512_setzero_si512());
+    return _mm512_castsi512_ps(_mm512_slli_epi32(halved, 23));
+}
+
+inline __m512i unsigned_numbers() {
+    const __m128i numbers = _mm_add_epi8(_mm_setr_epi8(E2M1_NUMBERS), _mm_set1_epi8(E2M1_ZERO));
+    return _mm512_broadcast_i32x4(numbers);
+}
+
 struct Avx512 {
     using Floats = __m512;
     using Integers = __m512i;
@@ -16,6 +29,7 @@ struct Avx512 {
     static Floats zero() { return _mm512_setzero_ps(); }
     static Floats all(float value) { return _mm512_set1_ps(value); }
     static Floats load(const uint16_t* halves) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)halves)); }
+    static Floats halved_powers(const uint8_t* exponents) { return halved_powers_of(exponents); }
     static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
     static void save(float* to, Floats from) { _mm512_storeu_ps(to, from); }
@@ -54,8 +68,9 @@ struct Avx512 {
         }
         const Integers half_bytes = _mm512_set1_epi8(15);
         for (int quad = 0; quad < QUADS / 2; quad++) {
-            const Integers both = line(quants + quad * LINE), low = _mm512_and_si512(both, half_bytes);
-            const Integers high = _mm512_and_si512(_mm512_srli_epi16(both, 4), half_bytes);
+            const Integers both = line(quants + quad * LINE);
+            const Integers low = unsigned_of<FORMAT>(_mm512_and_si512(both, half_bytes));
+            const Integers high = unsigned_of<FORMAT>(_mm512_and_si512(_mm512_srli_epi16(both, 4), half_bytes));
             for (int r = 0; r < ROWS; r++) {
                 const int8_t* at = row + r / 2 * stride + r % 2 * GROUP + quad * 4;
                 sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], low, four(at));
@@ -64,9 +79,16 @@ struct Avx512 {
         }
     }
 
+    // 4-bit numbers as bytes without a sign: those of E2M1 plus E2M1_ZERO.
+    template <int FORMAT>
+    static Integers unsigned_of(Integers half_bytes) {
+        return FORMAT == E2M1 ? _mm512_shuffle_epi8(unsigned_numbers(), half_bytes) : half_bytes;
+    }
+
     // The group's integer sum as a float, minus the format's zero point times `row_sum`.
     template <int FORMAT>
     static Floats without_zero(Integers sum, int32_t row_sum) {
+        if (FORMAT == E2M1) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(E2M1_ZERO * row_sum));
         if (FORMAT == INT8) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(128 * row_sum));
         if (FORMAT == INT4_ZERO_8) sum = _mm512_sub_epi32(sum, _mm512_set1_epi32(8 * row_sum));
         return _mm512_cvtepi32_ps(sum);
@@ -81,6 +103,7 @@ struct Avx512Words {
     static Floats zero() { return _mm512_setzero_ps(); }
     static Floats all(float value) { return _mm512_set1_ps(value); }
     static Floats load(const uint16_t* halves) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)halves)); }
+    static Floats halved_powers(const uint8_t* exponents) { return halved_powers_of(exponents); }
     static Floats load(const float* at) { return _mm512_loadu_ps(at); }
     static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
     static Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
@@ -98,6 +121,13 @@ struct Avx512Words {
 #endif
     }
 
+    // 4-bit numbers in words, as unsigned ones: the upper bytes, which are 0, must stay so.
+    template <int FORMAT>
+    static Integers unsigned_of(Integers words) {
+        if (FORMAT != E2M1) return words;
+        return _mm512_and_si512(_mm512_shuffle_epi8(unsigned_numbers(), words), _mm512_set1_epi16(0xff));
+    }
+
     // Widen a group of a block to pairs of inputs in the order of store_whole(), `stride` words apart.
     template <int FORMAT>
     static void widen(const uint8_t* quants, int16_t* to, int stride) {
@@ -110,13 +140,15 @@ struct Avx512Words {
             }
             return;
         }
-        const Integers half_bytes = _mm512_set1_epi16(15), zero = _mm512_set1_epi16(FORMAT == INT4_ZERO_8 ? 8 : 0);
+        const Integers half_bytes = _mm512_set1_epi16(15);
+        const Integers zero = _mm512_set1_epi16(FORMAT == INT4_ZERO_8 ? 8 : FORMAT == E2M1 ? E2M1_ZERO : 0);
         for (int quad = 0; quad < QUADS / 2; quad++) {
             const Integers both = line(quants + quad * LINE);
             const Integers words[4] = {
                 _mm512_and_si512(both, half_bytes), _mm512_and_si512(_mm512_srli_epi16(both, 8), half_bytes),
                 _mm512_and_si512(_mm512_srli_epi16(both, 4), half_bytes), _mm512_srli_epi16(both, 12)};
-            for (int i = 0; i < 4; i++) keep(i / 2 * QUADS + 2 * quad + i % 2, _mm512_sub_epi16(words[i], zero));
+            for (int i = 0; i < 4; i++)
+                keep(i / 2 * QUADS + 2 * quad + i % 2, _mm512_sub_epi16(unsigned_of<FORMAT>(words[i]), zero));
         }
     }
 };

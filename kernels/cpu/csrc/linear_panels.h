@@ -26,9 +26,10 @@ struct TileGroup {
 };
 
 // One group of a panel's weights.
+template <class Set>
 struct PanelGroup {
     alignas(64) int16_t words[PAIRS][PANEL_OUTPUTS][2];  // minus the format's zero point
-    const uint16_t *scales[PANEL_BLOCKS], *minima[PANEL_BLOCKS];
+    typename Set::Floats scales[PANEL_BLOCKS], minima[PANEL_BLOCKS];
 };
 
 // Rows are spread evenly over the fewest tiles, and tiles over the fewest passes.
@@ -91,7 +92,7 @@ inline void add_exact(typename Set::Integers exact, typename Set::Floats scale, 
 // by a
 // loop in memory.
 template <class Set, int FORMAT, size_t... ROW>
-__attribute__((noinline)) void add_group(const PanelGroup& weight, const TileGroup& tile, float* sums, std::index_sequence<ROW...>) {
+__attribute__((noinline)) void add_group(const PanelGroup<Set>& weight, const TileGroup& tile, float* sums, std::index_sequence<ROW...>) {
     typename Set::Integers first[] = {(void(ROW), Set::no_sum())...}, second[] = {(void(ROW), Set::no_sum())...};
     for (int pair = 0; pair < PAIRS; pair++) {
         const typename Set::Integers words[] = {Set::line(weight.words[pair][0]), Set::line(weight.words[pair][OUTPUTS])};
@@ -100,16 +101,14 @@ __attribute__((noinline)) void add_group(const PanelGroup& weight, const TileGro
           Set::add_products(second[ROW], words[1], quants)),
          ...);
     }
-    const typename Set::Floats scales[] = {Set::load(weight.scales[0]), Set::load(weight.scales[1])};
-    const bool has_minima = FORMAT == INT4_MINIMUM;
-    const typename Set::Floats minima[] = {has_minima ? Set::load(weight.minima[0]) : Set::zero(),
-                                           has_minima ? Set::load(weight.minima[1]) : Set::zero()};
+    const typename Set::Floats scales[] = {weight.scales[0], weight.scales[1]};
+    const typename Set::Floats minima[] = {weight.minima[0], weight.minima[1]};
     (add_exact<Set, FORMAT>(first[ROW], scales[0], minima[0], tile, ROW, sums + ROW * PANEL_OUTPUTS), ...);
     (add_exact<Set, FORMAT>(second[ROW], scales[1], minima[1], tile, ROW, sums + ROW * PANEL_OUTPUTS + OUTPUTS), ...);
 }
 
 template <class Set, int FORMAT>
-inline void add_group_of(int rows, const PanelGroup& weight, const TileGroup& tile, float* sums) {
+inline void add_group_of(int rows, const PanelGroup<Set>& weight, const TileGroup& tile, float* sums) {
     if (rows > 10) return add_group<Set, FORMAT>(weight, tile, sums, std::make_index_sequence<12>());
     if (rows > 8) return add_group<Set, FORMAT>(weight, tile, sums, std::make_index_sequence<10>());
     if (rows > 6) return add_group<Set, FORMAT>(weight, tile, sums, std::make_index_sequence<8>());
@@ -122,7 +121,7 @@ void multiply_panel(const LinearWeight& weight, const int64_t (&blocks)[PANEL_BL
                     int64_t first, int64_t end, const TileGroup* rows, float* sums) {
     constexpr int64_t BYTES = FORMAT == INT8 ? QUADS * LINE : QUADS * LINE / 2;
     memset(sums, 0, (end - first) * TILE_ROWS * PANEL_OUTPUTS * sizeof(float));
-    PanelGroup of_weight;
+    PanelGroup<Set> of_weight;
     int rows_of[TILES_PER_PASS];  // avoids a division per group
     for (int64_t tile = first; tile < end; tile++) rows_of[tile - first] = tiles.rows_of(tile);
     for (int64_t group = 0; group < groups; group++) {
@@ -130,8 +129,8 @@ void multiply_panel(const LinearWeight& weight, const int64_t (&blocks)[PANEL_BL
             const int64_t at = blocks[block] * groups + group;
             Set::template widen<FORMAT>(weight.quants + at * BYTES, &of_weight.words[0][block * OUTPUTS][0],
                                         PANEL_OUTPUTS * 2);
-            of_weight.scales[block] = weight.scales + at * OUTPUTS;
-            if (FORMAT == INT4_MINIMUM) of_weight.minima[block] = weight.minima + at * OUTPUTS;
+            of_weight.scales[block] = scales_at<Set, FORMAT>(weight.scales, at * OUTPUTS);
+            of_weight.minima[block] = FORMAT == INT4_MINIMUM ? Set::load(weight.minima + at * OUTPUTS) : Set::zero();
         }
         const TileGroup* of_tiles = rows + first * groups + group * (end - first);
         for (int64_t tile = 0; tile < end - first; tile++)
@@ -145,6 +144,7 @@ void multiply_panel_of(const LinearWeight& weight, const int64_t (&blocks)[PANEL
     switch (weight.format) {
         case INT8: return multiply_panel<Set, INT8>(weight, blocks, groups, tiles, first, end, rows, sums);
         case INT4_ZERO_8: return multiply_panel<Set, INT4_ZERO_8>(weight, blocks, groups, tiles, first, end, rows, sums);
+        case E2M1: return multiply_panel<Set, E2M1>(weight, blocks, groups, tiles, first, end, rows, sums);
         default: return multiply_panel<Set, INT4_MINIMUM>(weight, blocks, groups, tiles, first, end, rows, sums);
     }
 }
@@ -162,7 +162,7 @@ inline void finish_row(const LinearWeight& weight, int64_t panel, float* sums, u
     }
     if (!weight.gate) return;
     for (int i = 0; i < OUTPUTS; i += WIDTH)
-        store(sums + i, times(activated(load(sums + i), weight.gate), load(sums + OUTPUTS + i)));
+        store(sums + i, gated(load(sums + i), load(sums + OUTPUTS + i), weight));
     store(sums, width - at < OUTPUTS ? width - at : OUTPUTS, out + at * size, out_type);
 }
 
@@ -181,7 +181,7 @@ inline void finish_rows(const LinearWeight& weight, int64_t panel, float* sums, 
                         int out_type) {
     const int64_t of_panel = weight.gate ? OUTPUTS : PANEL_OUTPUTS;
     const int64_t width = weight.gate ? weight.outputs / 2 : weight.outputs;
-    if (out_type == FLOAT32 && !weight.bias && (panel + 1) * of_panel <= width) {
+    if (out_type == FLOAT32 && !weight.bias && weight.gate != LIMITED_SILU && (panel + 1) * of_panel <= width) {
         out += panel * of_panel * sizeof(float);
         if (weight.gate == NO_GATE) return finish_whole_rows<NO_GATE>(sums, count, out, stride);
         if (weight.gate == SILU) return finish_whole_rows<SILU>(sums, count, out, stride);

@@ -33,8 +33,9 @@ int weight_quant(const LinearWeight& weight, int64_t block, int64_t group, int64
     const int quad = input / 4, within = lane * 4 + input % 4;
     const int64_t of_block = block * groups + group;
     if (weight.format == INT8) return (int8_t)weight.quants[of_block * 512 + quad * 64 + within];
-    const int both = weight.quants[of_block * 256 + quad % 4 * 64 + within];
-    return (quad < 4 ? both & 15 : both >> 4) - (weight.format == INT4_ZERO_8 ? 8 : 0);
+    const int both = weight.quants[of_block * 256 + quad % 4 * 64 + within], quant = quad < 4 ? both & 15 : both >> 4;
+    const int numbers[16] = {E2M1_NUMBERS};
+    return weight.format == E2M1 ? numbers[quant] : quant - (weight.format == INT4_ZERO_8 ? 8 : 0);
 }
 
 struct Row {
@@ -64,6 +65,12 @@ Row quantized(const LinearWeight& weight, const void* x, int64_t at, int type, i
     return row;
 }
 
+float scale_of(const LinearWeight& weight, int64_t at) {
+    if (weight.format != E2M1) return half_to_float(((const uint16_t*)weight.scales)[at]);
+    const int exponent = ((const uint8_t*)weight.scales)[at];
+    return exponent > 1 ? ldexpf(1.0f, exponent - 128) : 0.0f;
+}
+
 float product(const LinearWeight& weight, int64_t block, int lane, const Row& row, int64_t groups) {
     float sum = 0.0f;
     for (int64_t group = 0; group < groups; group++) {
@@ -71,7 +78,7 @@ float product(const LinearWeight& weight, int64_t block, int lane, const Row& ro
         for (int i = 0; i < 32; i++)
             exact += weight_quant(weight, block, group, groups, lane, i) * row.quants[group * 32 + i];
         const int64_t at = (block * groups + group) * 16 + lane;
-        sum = fmaf((float)exact, half_to_float(weight.scales[at]) * row.scales[group], sum);
+        sum = fmaf((float)exact, scale_of(weight, at) * row.scales[group], sum);
         if (weight.format == INT4_MINIMUM)
             sum = fmaf(half_to_float(weight.minima[at]), row.scales[group] * (float)row.sums[group], sum);
     }
@@ -88,10 +95,16 @@ float exponential(float x) {
     return ldexpf(fmaf(sum, r * r, r) + 1.0f, (int)n);
 }
 
-float activated(float x, int gate) {
-    if (isnan(x)) return x;
-    const float z = gate == SILU ? x : fmaf(x * x * x, 0.044715f, x) * 1.5957691f;
-    return x / (1.0f + exponential(-z));
+float gated(float x, float up, const LinearWeight& weight) {
+    if (isnan(x) || isnan(up)) return NAN;
+    float z = x;
+    if (weight.gate == GELU_TANH) z = fmaf(x * x * x, 0.044715f, x) * 1.5957691f;
+    if (weight.gate == LIMITED_SILU) {
+        x = fminf(x, weight.limit);
+        z = weight.alpha * x;
+        up = fminf(fmaxf(up, -weight.limit), weight.limit) + weight.up_offset;
+    }
+    return x / (1.0f + exponential(-z)) * up;
 }
 
 void store(float value, void* out, int64_t at, int type) {
@@ -119,7 +132,7 @@ PAGESTREAM_EXPORT int pagestream_linear_plain(const LinearWeight* weight, const 
             if (weight->gate) {
                 float up = product(*weight, 2 * block + 1, lane, of_row, groups);
                 if (weight->bias) up += weight->bias[width + output];
-                value = activated(value, weight->gate) * up;
+                value = gated(value, up, *weight);
             }
             store(value, out, row * out_stride + output, out_type);
         }

@@ -16,7 +16,8 @@ from engine_worker.model.checkpoint import check_checkpoint, stored_tensors
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.linear import ExpertsLoad, RouterWeights
 from engine_worker.model.quantization import linear_method
-from engine_worker.model.quantization.experts_cpu import choose, combined
+from engine_worker.model.quantization.dense_cpu import combined
+from engine_worker.model.quantization.experts_cpu import choose
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, Scoring
 from engine_worker.model.specs.mlp import GateKind, GateSpec

@@ -13,6 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
+from engine_worker.model.quantization import grouped
 from engine_worker.model.quantization.mxfp4 import Mxfp4Method, dequantized
 from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.model.tensor_parallel import SINGLE, TensorParallel
@@ -26,6 +27,8 @@ from tests.engine_worker.model.ranks import Ranks
 EXPERTS, HIDDEN, INNER = 6, 128, 64
 CASE = Case("gpt_oss", {"num_local_experts": EXPERTS, "num_experts_per_tok": 2, "hidden_size": HIDDEN,
                         "intermediate_size": INNER, "sliding_window": 9})  # fmt: skip
+# Of the deviation of the logits. Rows of inputs have 16 bits, and gates up to 7 * 8 amplify their rounding: 1.1e-3.
+ROUNDING = 2e-3
 PUBLISHED = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -75,11 +78,18 @@ def logits(ranks: TensorParallel, directory: Path, quantization: str = "auto") -
 
 
 @pytest.mark.parametrize("quantization", ["auto", "mxfp4", "none"])
-def test_mxfp4_logits_equal_those_of_float32(directories: tuple[Path, Path], quantization: str) -> None:
+@pytest.mark.parametrize("why_no_kernels", ["", "no compiler"])
+def test_mxfp4_logits_equal_those_of_float32(
+    directories: tuple[Path, Path], quantization: str, why_no_kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     packed, exact = directories
     check_files(packed, quantization=quantization)
+    monkeypatch.setattr(grouped, "why_no_kernels", lambda: why_no_kernels)
     found, loaded_bytes = logits(SINGLE, packed, quantization)
-    assert torch.equal(found, logits(SINGLE, exact)[0])
+    wanted = logits(SINGLE, exact)[0]
+    # C++ multiplies the exact weights with inputs of 16 bits.
+    is_exact = why_no_kernels or quantization == "none"
+    assert (found - wanted).abs().max() <= (0.0 if is_exact else ROUNDING * wanted.std())
     assert loaded_bytes == blueprint_from_directory(packed, "native", quantization).weights_bytes(1, 4)
 
 
@@ -93,7 +103,7 @@ def test_packed_experts_give_the_logits_of_the_stored_bytes(directories: tuple[P
     layout = kv_layout(model.spec, BLOCK_SIZE, "float32", max_groups=1)
     device = model.attach(torch.zeros(layout.pool_shape(5)))
     found, expected = model.forward(step(0, PROMPT), device), logits(SINGLE, directories[0])[0][: len(PROMPT)]
-    assert (found - expected).abs().max() <= 1e-4 * expected.std()  # sums in another order
+    assert (found - expected).abs().max() <= ROUNDING * expected.std()
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +117,7 @@ def test_two_ranks_share_mxfp4_experts(ranks: Ranks, directories: tuple[Path, Pa
     """Half of 64 inner columns would cut a tile, so each rank has half of the experts."""
     expected, all_bytes = logits(SINGLE, directories[0])
     found = ranks.run(2, logits, directories[0])
-    # Sums in another order. Gates up to 7 * 8 amplify it: 2.6e-5 of the deviation.
-    assert (found[0][0] - expected).abs().max() <= 1e-4 * expected.std()
+    assert (found[0][0] - expected).abs().max() <= ROUNDING * expected.std()
     assert all(loaded_bytes < 0.75 * all_bytes for _, loaded_bytes in found)
 
 

@@ -6,15 +6,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine_worker.model.quantization.dense_cpu import combined
 from engine_worker.model.quantization.experts_cpu import choose
 from engine_worker.model.specs.experts import RouterSpec
 from engine_worker.model.specs.experts import Scoring as SpecScoring
+from engine_worker.model.specs.mlp import GateSpec
 from kernels.cpu.experts import PackedExperts, Routing, Scoring
-from kernels.cpu.library import InstructionSet, cpu_library
-from kernels.cpu.linear import Gate, PackedLinear, quantized, quantized_to_4_bits
+from kernels.cpu.library import CpuLibrary, cpu_library
+from kernels.cpu.linear import Gate, GateLimits, PackedLinear, quantized, quantized_to_4_bits
 from kernels.cpu.program import Buffers, NotRecordable, recording
+from tests.kernels.cpu.emulation import EmulatedLibrary, emulated
 
 INPUTS, INNER = 96, 64
+LIMITS = GateLimits(1.702, 1.5, 1.0)
+
+
+@pytest.fixture(scope="session", params=["this processor", pytest.param("AVX-512 by SIMDe", marks=pytest.mark.e2e)])
+def experts_library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CpuLibrary:
+    if request.param == "this processor":
+        return cpu_library()
+    return EmulatedLibrary(emulated("linear_avx512.cpp", tmp_path_factory.mktemp("simde")))
 
 
 def linears(
@@ -39,25 +50,34 @@ def looped(
     for number, (first, down) in enumerate(experts, start=start):
         tokens, slots = (chosen[0] == number).nonzero(as_tuple=True)
         if len(tokens):
-            sums[tokens] += down(first(x[tokens], gate=gate)).float() * chosen[1][tokens, slots, None]
+            sums[tokens] += down(first(x[tokens], gate=gate, limits=LIMITS)).float() * chosen[1][tokens, slots, None]
     return sums.to(x.dtype)
 
 
-@pytest.mark.parametrize("instruction_set", cpu_library().instruction_sets)
 @pytest.mark.parametrize("gate", Gate)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", [{}, {"has_4_bits": False}, {"has_bias": True}])
 def test_tokens_have_the_bits_of_loops_in_any_batch(
-    instruction_set: InstructionSet, gate: Gate, dtype: torch.dtype, form: dict[str, bool]
+    experts_library: CpuLibrary, gate: Gate, dtype: torch.dtype, form: dict[str, bool]
 ) -> None:
     experts = linears(7, **form)
-    made = PackedExperts(Routing(num_experts=7, top_k=3), experts, gate, instruction_set=instruction_set)
+    made = PackedExperts(Routing(num_experts=7, top_k=3), experts, gate, library=experts_library, limits=LIMITS)
     generator = torch.Generator().manual_seed(1)
     x, logits = torch.randn(32, INPUTS, generator=generator).to(dtype), torch.randn(32, 7, generator=generator)
     logits[5] = logits[9] = torch.arange(7)  # many tokens of the same experts
     wanted = looped(experts, 0, x, made.choose(logits), gate)
     for start, end in ((0, 32), (0, 1), (3, 10), (9, 9)):
         assert torch.equal(made(x[start:end], logits[start:end]), wanted[start:end])
+
+
+def test_gates_with_limits_are_those_of_torch() -> None:
+    """Values within and beyond the limits, in both directions."""
+    weight = torch.randn(2 * INNER, INPUTS, generator=torch.Generator().manual_seed(2))
+    packed = PackedLinear(quantized(weight), INPUTS, is_gated=True)
+    x = torch.randn(9, INPUTS, generator=torch.Generator().manual_seed(1)) / 4
+    spec = GateSpec(alpha=LIMITS.alpha, limit=LIMITS.limit, up_offset=LIMITS.up_offset)
+    wanted = combined(PackedLinear(quantized(weight), INPUTS)(x), spec)
+    torch.testing.assert_close(packed(x, gate=Gate.LIMITED_SILU, limits=LIMITS), wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_ranks_multiply_their_own_experts_only() -> None:

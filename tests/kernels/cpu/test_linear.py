@@ -19,6 +19,7 @@ from kernels.cpu.library import InstructionSet, cpu_library
 from kernels.cpu.linear import (
     GROUP,
     Gate,
+    GateLimits,
     GroupedWeight,
     GroupFormat,
     PackedLinear,
@@ -34,6 +35,7 @@ except build.NoLibrary as error:
     pytest.skip(f"no C++ kernels here: {error}", allow_module_level=True)
 
 Kernel = linear.Kernel
+LIMITS = GateLimits(1.702, 2.0, 1.0)
 
 
 @pytest.fixture(scope="session")
@@ -62,6 +64,8 @@ def random_weight(seed: int, format_: GroupFormat, outputs: int, inputs: int, is
     quants = torch.randint(least, end, (outputs, groups, width), generator=generator).to(dtype)
 
     def numbers() -> Tensor:
+        if format_ is GroupFormat.E2M1:
+            return torch.randint(125, 130, (outputs, groups), generator=generator).to(torch.uint8)
         if is_exact:
             return torch.exp2(torch.randint(-3, 2, (outputs, groups), generator=generator).float()).half()
         return torch.randn((outputs, groups), generator=generator).half()
@@ -114,7 +118,7 @@ def check_against_plain_loops(kernel: Kernel, case: Case) -> None:
     wide = torch.randn((case.rows, case.inputs + 3), generator=case.generator()) * magnitude
     x = wide.to(case.x_dtype)[:, 1 : case.inputs + 1]  # rows of a wider tensor
     found, wanted = (
-        case.packed(one)(x, torch.full((case.rows, case.outputs), 7, dtype=case.out_dtype), case.gate)
+        case.packed(one)(x, torch.full((case.rows, case.outputs), 7, dtype=case.out_dtype), case.gate, limits=LIMITS)
         for one in (kernel, linear.plain_kernel())
     )
     assert torch.equal(found, wanted)
@@ -187,7 +191,7 @@ def test_zeros_and_subnormals_quantize_to_zero(kernel: Kernel) -> None:
     assert not packed(torch.full((3, 64), 1e-38)).any()
 
 
-@pytest.mark.parametrize("gate", Gate)
+@pytest.mark.parametrize("gate", [Gate.SILU, Gate.GELU_TANH])
 def test_activations_match_torch_within_a_few_ulps(gate: Gate) -> None:
     """One input is 1, so gate and up are the weights: from -100 to 100, the whole range of e^x."""
     x = torch.linspace(-100, 100, 4001).half()
@@ -231,11 +235,12 @@ def test_weights_without_a_scale_are_refused(strange: float, quantize: Callable[
 
 
 def test_weights_of_several_formats_are_joined_in_the_one_that_holds_all() -> None:
-    in_8_bits, symmetric, with_minimum = parts = [random_weight(1, format_, 16, 64) for format_ in GroupFormat]
+    in_8_bits, symmetric, with_minimum, e2m1 = parts = [random_weight(1, format_, 16, 64) for format_ in GroupFormat]
     exact = torch.cat([part.values() for part in parts])
     in_4_bits = joined_rows([symmetric, with_minimum])
-    assert in_4_bits.format is GroupFormat.INT4_MINIMUM and torch.equal(in_4_bits.values(), exact[16:])
+    assert in_4_bits.format is GroupFormat.INT4_MINIMUM and torch.equal(in_4_bits.values(), exact[16:48])
     assert torch.equal(joined_rows([in_8_bits] * 3).values(), exact[:16].repeat(3, 1))
+    assert torch.equal(joined_rows([e2m1] * 2).values(), exact[48:].repeat(2, 1))
     joined = joined_rows(parts)
     largest = exact.unflatten(1, (-1, 32)).abs().amax(2, keepdim=True).expand(-1, -1, 32).flatten(1)
     assert joined.format is GroupFormat.INT8 and torch.equal(joined.values()[:16], exact[:16])
