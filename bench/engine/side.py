@@ -47,7 +47,16 @@ def run_peer(timed: Timed, prompts: list[list[int]], output_tokens: int) -> Run:
 def plain_engine(runner: ModelRunner, config: SchedulerConfig) -> Engine:
     """Make an engine without a prefix cache and without end tokens, so that each run computes everything."""
     return Engine(
-        Scheduler(config, KVCacheManager(runner.num_blocks, runner.block_size, enable_prefix_caching=False)),
+        Scheduler(
+            config,
+            KVCacheManager(
+                runner.num_blocks,
+                runner.block_size,
+                enable_prefix_caching=False,
+                windows=runner.windows,
+                num_state_blocks=runner.num_state_blocks,
+            ),  # fmt: skip
+        ),
         runner,
         eos_token_ids=(),
         vocab_size=runner.model_spec.vocab_size,
