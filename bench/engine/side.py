@@ -55,7 +55,7 @@ def plain_engine(runner: ModelRunner, config: SchedulerConfig) -> Engine:
                 enable_prefix_caching=False,
                 windows=runner.windows,
                 num_state_blocks=runner.num_state_blocks,
-            ),  # fmt: skip
+            ),
         ),
         runner,
         eos_token_ids=(),
