@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine_worker.model.linear import NOTHING_QUANTIZED, Experts, ExpertsLoad, Input, LinearMethod
 from engine_worker.model.quantization.experts_cpu import LoopedExperts, load_experts, log_loop
-from engine_worker.model.quantization.grouped import GroupedLinear, gate_of
+from engine_worker.model.quantization.grouped_linear import GroupedLinear, gate_of
 from engine_worker.model.specs.experts import Scoring as SpecScoring
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary

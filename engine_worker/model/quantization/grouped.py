@@ -5,7 +5,6 @@ load. A layer without such numbers, or with parts in several formats, stays in 1
 """
 
 import logging
-import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,20 +12,18 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.linear import (
-    NOTHING_QUANTIZED,
     Experts,
     ExpertsLoad,
     Head,
-    Input,
     Linear,
     LinearMethod,
     LinearSpec,
 )
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.dequantized import DequantizedMethod
+from engine_worker.model.quantization.grouped_linear import GroupedLinear, served
 from engine_worker.model.quantization.int4 import in_groups, read_int4
 from engine_worker.model.quantization.rows import rows_of
-from engine_worker.model.specs.mlp import GateKind, GateSpec
 from engine_worker.model.specs.part import Role
 from engine_worker.model.stored_blocks import StoredBlocks
 from engine_worker.model.weight_format import Int4Scheme, WeightFormat
@@ -35,9 +32,6 @@ from kernels.cpu.build import NoLibrary
 from kernels.cpu.library import cpu_library
 from kernels.cpu.linear import (
     GROUP,
-    NO_LIMITS,
-    Gate,
-    GateLimits,
     GroupedWeight,
     PackedLinear,
     joined_rows,
@@ -45,12 +39,8 @@ from kernels.cpu.linear import (
     quantized,
     quantized_to_4_bits,
 )
-from kernels.scaled import Scaling
 
 logger = logging.getLogger("worker")
-
-_GATES = {GateKind.SILU: Gate.SILU, GateKind.GELU_TANH: Gate.GELU_TANH}
-_DTYPES = (torch.bfloat16, torch.float32)  # supported by the library
 
 
 def why_no_kernels() -> str:
@@ -200,34 +190,6 @@ class GroupedMethod:
         return GroupedHead(packed)
 
 
-def gate_of(gate: GateSpec) -> tuple[Gate, GateLimits]:
-    """Return what the kernels call this gate; SiLU may have limits."""
-    if gate.is_plain:
-        return _GATES[gate.kind], NO_LIMITS
-    assert gate.kind is GateKind.SILU, f"no model limits {gate.kind}"
-    return Gate.LIMITED_SILU, GateLimits(gate.alpha, gate.limit or math.inf, gate.up_offset)
-
-
-def _served(x: Tensor) -> Tensor:
-    return x if x.dtype in _DTYPES else x.float()
-
-
-class GroupedLinear:
-    scaling: Scaling = Scaling.NONE  # rows are quantized by the kernel: 0.4 us per row of 576
-
-    def __init__(self, packed: PackedLinear) -> None:
-        self.packed = packed
-
-    def __call__(self, x: Input) -> Tensor:
-        assert isinstance(x, Tensor), NOTHING_QUANTIZED
-        return self.packed(_served(x)).to(x.dtype)
-
-    def gated(self, x: Input, gate: GateSpec, scaling: Scaling = Scaling.NONE) -> Tensor:
-        assert isinstance(x, Tensor), NOTHING_QUANTIZED
-        form, limits = gate_of(gate)
-        return self.packed(_served(x), gate=form, limits=limits).to(x.dtype)
-
-
 class GroupedHead:
     """The output head: logits are the float32 sums."""
 
@@ -235,4 +197,4 @@ class GroupedHead:
         self._packed = packed
 
     def __call__(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
-        return self._packed(_served(x), torch.empty(len(x), self._packed.outputs) if logits is None else logits)
+        return self._packed(served(x), torch.empty(len(x), self._packed.outputs) if logits is None else logits)

@@ -168,7 +168,7 @@ def _on_cpu(load: ExpertsLoad, source: WeightSource) -> Experts:
 
 def _grouped(blocks: Tensor, scales: Tensor, bias: Tensor | None, role: Role) -> Linear:
     """Return a linear layer of one expert: blocks [N, K / 32, 16] and scales [N, K / 32]."""
-    from engine_worker.model.quantization.grouped import GroupedLinear  # noqa: PLC0415 - CPU only
+    from engine_worker.model.quantization.grouped_linear import GroupedLinear  # noqa: PLC0415 - CPU only
     from kernels.cpu.linear import GroupedWeight, GroupFormat, PackedLinear  # noqa: PLC0415 - CPU only
 
     numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
