@@ -17,6 +17,7 @@ from typing import Any
 
 from engine_worker.gguf.config import generation_config, model_config
 from engine_worker.gguf.metadata import ConversionError, GgufFile, architecture_of
+from engine_worker.gguf.mxfp4 import expert_tensors
 from engine_worker.gguf.tokenizer import tokenizer, tokenizer_config
 from engine_worker.gguf.weights import tensors_of
 from engine_worker.gguf.writer import write_tensors
@@ -45,7 +46,10 @@ def convert(source: Path, target: Path, report: Report) -> None:
     file = GgufFile(source)
     family = gguf_family_of(file.architecture)
     config = model_config(file, family)
-    tensors = tensors_of(file, spec_from_json(config, {}), family)
+    spec = spec_from_json(config, {})
+    experts = expert_tensors(file, spec.num_layers) if family.has_mxfp4 else []
+    apart = {each.name: [source.name for source in each.sources] for each in experts}
+    tensors = tensors_of(file, spec, family, apart)
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.partial-"))
     try:
@@ -55,7 +59,7 @@ def convert(source: Path, target: Path, report: Report) -> None:
         _write_json(work / "tokenizer_config.json", tokenizer_config(file))
         _write_json(work / "config.json", config)
         _write_json(work / "generation_config.json", generation_config(file, config))
-        write_tensors(tensors, config["torch_dtype"], work, report_weights)
+        write_tensors(tensors, experts, config["torch_dtype"], work, report_weights)
         work.rename(target)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)

@@ -12,6 +12,8 @@ _SCALING_TYPES = ("none", "linear", "yarn", "longrope")
 
 # Control tokens that end a turn or a text besides the file's own end token; llama.cpp stops at them, too.
 _ENDS = frozenset({"<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>"})
+# In the format of gpt-oss, <|end|> ends a message of an answer, and these end the answer.
+_HARMONY_ENDS = frozenset({"<|return|>", "<|call|>"})
 _CONTROL = 3  # gguf.TokenType.CONTROL
 
 
@@ -73,7 +75,9 @@ def end_token_ids(file: GgufFile) -> list[int]:
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     ids = [token_id for key in keys if (token_id := file.get(key)) is not None]
     tokens, types = file.required("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type", [])
-    is_end = [type_ == _CONTROL and token in _ENDS for token, type_ in zip(tokens, types, strict=False)]
+    is_harmony = set(tokens) >= _HARMONY_ENDS
+    names = _ENDS - {"<|end|>"} | _HARMONY_ENDS if is_harmony else _ENDS
+    is_end = [type_ == _CONTROL and token in names for token, type_ in zip(tokens, types, strict=False)]
     ids += [token_id for token_id, ends in enumerate(is_end) if ends]
     return list(dict.fromkeys(ids))
 

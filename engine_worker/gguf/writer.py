@@ -20,12 +20,12 @@ from typing import BinaryIO
 import gguf
 import numpy as np
 
+from engine_worker.gguf.mxfp4 import ExpertTensor
 from engine_worker.gguf.stored_blocks import block_type, blocks_of
-from engine_worker.gguf.weights import Tensor, stored_rows, values_of
+from engine_worker.gguf.weights import Tensor, stored_rows, to_bfloat16_bits, values_of
 from engine_worker.model.weight_format import STORED_BLOCKS
 
 _DTYPES = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}  # safetensors' name, itemsize
-_AT_ONCE = 2**18  # numbers: their intermediate results stay in a cache, which takes a tenth of the time
 _PIECE = 2**20  # numbers that a thread converts at once
 _THREADS = min(16, os.cpu_count() or 1)
 _Piece = tuple[int, Tensor, np.ndarray]  # the tensor's number, the tensor, some of its stored_rows()
@@ -33,20 +33,27 @@ _Result = tuple[int, bytes, bytes]
 _Entry = tuple[str, str, Sequence[int], int]  # name, dtype, shape, bytes
 
 
-def write_tensors(tensors: Sequence[Tensor], dtype: str, directory: Path, report: Callable[[float, str], None]) -> None:
-    """Write both files; the second one only if a tensor has blocks.
+def write_tensors(
+    tensors: Sequence[Tensor],
+    experts: Sequence[ExpertTensor],
+    dtype: str,
+    directory: Path,
+    report: Callable[[float, str], None],
+) -> None:
+    """Write both files; the second one only if a tensor has blocks, and no `experts` have a format of their own.
 
     Raises:
         ConversionError: If a tensor cannot be dequantized.
     """
     name, itemsize = _DTYPES[dtype]
-    types = {each.name: kind for each in tensors if (kind := block_type(each)) is not None}
+    types = {each.name: kind for each in tensors if (kind := block_type(each)) is not None and not experts}
     only_blocks = {each.name for each in tensors if each.expert is not None and each.name in types}
     whole: list[_Entry] = [
         (each.name, name, each.shape, math.prod(each.shape) * itemsize)
         for each in tensors
         if each.name not in only_blocks
     ]
+    whole += [(each.name, each.dtype, each.shape, each.num_bytes) for each in experts]
     blocks = [_entry_of_blocks(each, types[each.name]) for each in tensors if each.name in types]
     with ExitStack() as files:
         of_values = files.enter_context(_open(directory / "model.safetensors", whole, {"format": "pt"}))
@@ -69,6 +76,8 @@ def write_tensors(tensors: Sequence[Tensor], dtype: str, directory: Path, report
             if number // 64 > written // 64:
                 report(number / len(tensors), f"converted {number} of {len(tensors)} tensors")
             written = number
+        for each in experts:
+            of_values.writelines(each.pieces())
         report(1.0, f"converted all {len(tensors)} tensors")
     if changed := _changed(tensors, types):
         report(1.0, f"in blocks: {changed}")
@@ -91,16 +100,6 @@ def _in_order(pool: Executor, work: Callable[..., _Result], pieces: Iterable[_Pi
             yield begun.popleft().result()
     while begun:
         yield begun.popleft().result()
-
-
-def to_bfloat16_bits(values: np.ndarray) -> np.ndarray:
-    """Return the upper 16 bits of finite float32 values, rounded to nearest even as torch does."""
-    all_bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).reshape(-1)
-    found = np.empty(all_bits.shape, np.uint16)
-    for start in range(0, len(all_bits), _AT_ONCE):
-        bits = all_bits[start : start + _AT_ONCE]
-        found[start : start + _AT_ONCE] = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return found.reshape(values.shape)
 
 
 def _changed(tensors: Sequence[Tensor], types: Mapping[str, gguf.GGMLQuantizationType]) -> str:

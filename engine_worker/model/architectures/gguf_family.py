@@ -17,6 +17,7 @@ class GgufFamily:
             2).
         derived: config.json values that follow from others and that llama.cpp has in its code.
         has_experts: The layers have experts; the file has one tensor for those of a layer.
+        has_mxfp4: The experts are in MXFP4, as in the published checkpoint.
         norm_offset: What the converter adds to norm weights.
         tokens_that_keep_space: Control tokens of SentencePiece vocabularies that do not strip the following white
             space;
@@ -29,5 +30,6 @@ class GgufFamily:
     has_adjacent_pairs: bool = False
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
     has_experts: bool = False
+    has_mxfp4: bool = False
     norm_offset: float = 0.0
     tokens_that_keep_space: frozenset[str] | None = None

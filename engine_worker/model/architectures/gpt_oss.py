@@ -13,6 +13,7 @@ from engine_worker.model.architectures.config_keys import (
 )
 from engine_worker.model.architectures.decoder import attention_spec, model_spec, with_windows
 from engine_worker.model.architectures.experts_keys import router_spec
+from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.experts import ExpertsSpec, Scoring
 from engine_worker.model.specs.mlp import GateSpec
@@ -26,7 +27,27 @@ _ROPE = {
     "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "truncate": False, "original_max_position_embeddings": 4096,
 }  # fmt: skip
+_DENSE = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
 _DEFAULTS = {"head_dim": 64, "rms_norm_eps": 1e-5, "sliding_window": 128}
+
+
+def _of_gguf(config: Config) -> dict[str, object]:
+    return {
+        "num_local_experts": config["num_experts"],
+        "intermediate_size": config["moe_intermediate_size"],
+        "rope_scaling": {**config.get("rope_scaling", _ROPE), "truncate": False},
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": _DENSE},
+    }
+
+
+GGUF = GgufFamily(
+    model_type="gpt_oss",
+    class_name="GptOssForCausalLM",
+    config={"torch_dtype": "bfloat16"},  # as published
+    derived=_of_gguf,
+    has_experts=True,
+    has_mxfp4=True,
+)
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:

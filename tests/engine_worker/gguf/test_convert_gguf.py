@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 
 from engine_worker.convert_gguf import convert, main
 from engine_worker.gguf.metadata import ConversionError
-from engine_worker.gguf.weights import undo_rotary_permutation
-from engine_worker.gguf.writer import to_bfloat16_bits
+from engine_worker.gguf.weights import to_bfloat16_bits, undo_rotary_permutation
 from engine_worker.model.architectures import spec_from_directory
 
 HIDDEN, HEADS, KV_HEADS, INNER, LAYERS, HEAD_DIM = 64, 4, 2, 96, 2, 16
@@ -117,7 +116,7 @@ def test_converted_configuration_and_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"architecture": "mamba"}, "'mamba' is not supported; supported: gemma3, llama"),
+        ({"architecture": "mamba"}, "'mamba' is not supported; supported: gemma3, gpt-oss, llama"),
         ({"architecture": "qwen2"}, r"no blk\.0\.attn_q\.bias"),
         ({"pre": "deepseek-llm"}, "deepseek-llm"),
         ({"rope_freqs__weight": np.ones(9, np.float32)}, r"rope_freqs\.weight must have 8 float32 values"),
