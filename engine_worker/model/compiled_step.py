@@ -4,6 +4,7 @@ A row's bits depend only on its own sequence (kernels/cpu/step.py).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -58,6 +59,16 @@ class CompiledDevice:
     def begin_step(self, model_input: ModelInput) -> "CompiledStep":
         return CompiledStep(self, model_input)
 
+    def begin_program(self, model_input: ModelInput) -> "CompiledStep":
+        """Return a step that can be recorded, and then follow others of its shape."""
+        blocks = model_input.state_blocks
+        if blocks is None:
+            return CompiledStep(self, model_input)
+        own = replace(model_input, query_start_loc=model_input.query_start_loc.clone(), state_blocks=blocks.clone())
+        step = CompiledStep(self, own)
+        step.recurrent = RecurrentPlan(self.recurrent, self.states, own)  # any block may be 0 in a step that follows
+        return step
+
 
 class CompiledStep:
     def __init__(self, device: CompiledDevice, model_input: ModelInput) -> None:
@@ -77,11 +88,15 @@ class CompiledStep:
 
     @cached_property
     def recurrent(self) -> RecurrentPlan:
-        return RecurrentPlan(self._recurrent, self._states, self._input)
+        blocks = self._input.state_blocks
+        lacks_none = self._input.drafted_rows is None and blocks is not None and bool(blocks.all())
+        return RecurrentPlan(self._recurrent, self._states, self._input, may_keep_none=not lacks_none)
 
     def follow(self, model_input: ModelInput) -> None:
         """Point to another step of the same shape, for a recorded program."""
         self._plan.follow(model_input)
+        if self._states is not None:
+            self.recurrent.follow(model_input)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, norm: NormWeight) -> tuple[Tensor, Tensor]:
         """Return (norm of x + residual, x + residual)."""

@@ -26,8 +26,7 @@ MAX_ROWS = 32
 
 def decode_programs(model: ServedModel, device: Device) -> "DecodePrograms | None":
     """Return the recorder for this model and device, or None if nothing can be recorded."""
-    has_states = model.spec.state_shape[0] > 0  # their blocks change between steps, and a program's addresses do not
-    if isinstance(model, Network) and model.is_whole and isinstance(device, CompiledDevice) and not has_states:
+    if isinstance(model, Network) and model.is_whole and isinstance(device, CompiledDevice):
         return DecodePrograms(model, device)
     return None
 
@@ -74,7 +73,7 @@ class _DecodeProgram:
         size, dtype = (num_rows, network.spec.hidden_size), network.dtype
         self._network, self._logits = network, logits[:num_rows]
         self._hidden, self._residual = buffers.take(size, dtype), buffers.take(size, dtype)
-        self._step = device.begin_step(model_input)
+        self._step = device.begin_program(model_input)
         with recording(cpu_library(), buffers) as recorded:
             hidden, residual = network.through_layers(self._step, self._hidden, self._residual)
             network.multiplied_by_head(self._step, hidden, residual, self._logits)
@@ -91,10 +90,12 @@ class _DecodeProgram:
 def _in_order_of_logits(model_input: ModelInput) -> ModelInput | None:
     """Return the step with its rows in the order of the wanted logits, which a program writes in row order.
 
-    Return None unless every sequence has one token whose logits are wanted once.
+    Return None unless every sequence has one token whose logits are wanted once, and no state knows drafts.
     """
     wanted = model_input.logits_indices
-    if model_input.max_query_len != 1 or not len(model_input.seq_lens) == len(model_input.token_ids) == len(wanted):
+    if model_input.drafted_rows is not None or model_input.max_query_len != 1:
+        return None
+    if not len(model_input.seq_lens) == len(model_input.token_ids) == len(wanted):
         return None
     order, rows = wanted.tolist(), list(range(len(wanted)))
     if order == rows:
@@ -109,4 +110,5 @@ def _in_order_of_logits(model_input: ModelInput) -> ModelInput | None:
         seq_lens=model_input.seq_lens[wanted],
         block_tables=model_input.block_tables[:, wanted],
         logits_indices=torch.arange(len(rows)),
+        state_blocks=None if model_input.state_blocks is None else model_input.state_blocks[wanted],
     )

@@ -56,8 +56,15 @@ class StateSpaceWeights:
 class RecurrentPlan:
     """What the recurrent layers of a step share."""
 
-    def __init__(self, operators: RecurrentOperators, states: Tensor | None, model_input: ModelInput) -> None:
-        """Plan a step; states is [num_blocks, layers, values] float32."""
+    def __init__(
+        self,
+        operators: RecurrentOperators,
+        states: Tensor | None,
+        model_input: ModelInput,
+        *,
+        may_keep_none: bool = True,
+    ) -> None:
+        """Plan a step; states is [num_blocks, layers, values] float32, and `may_keep_none` as in RecurrentBatch."""
         self._operators = operators
         assert states is not None and model_input.state_blocks is not None, "the model has recurrent layers"
         self._states, self._most_kept = states, model_input.max_joined
@@ -68,7 +75,13 @@ class RecurrentPlan:
             model_input.state_blocks,
             max_query_len=max(model_input.max_query_len, 1 if drafted is None else model_input.max_joined),
             drafts=None if drafted is None else drafted.states,
+            may_keep_none=may_keep_none,
         )
+
+    def follow(self, model_input: ModelInput) -> None:
+        """Use the states of another step of the same shape, for a recorded program."""
+        assert model_input.state_blocks is not None
+        self._batch.state_blocks.copy_(model_input.state_blocks)
 
     def gated_delta(
         self,

@@ -128,8 +128,7 @@ class CompiledRecurrent:
         assert qkv.stride(1) == 1 and qkv.dtype == self._dtype and max(heads.key_dim, heads.value_dim) <= MAX_DIM
         assert gates.stride(1) == 1 and gates.dtype == self._dtype and states[0].is_contiguous()
         out = torch.empty(len(qkv), heads.value_size, dtype=self._dtype)
-        needs_scratch = batch.drafts is not None or not batch.state_blocks.all()
-        scratch = torch.empty(len(batch.state_blocks) * heads.state_size if needs_scratch else 0)
+        scratch = torch.empty(len(batch.state_blocks) * heads.state_size if batch.may_keep_none else 0)
         kept = _Pending() if pending is None else _Pending(pending.qkv.data_ptr(), pending.gates.data_ptr())
         of_layer = _Heads(heads.num_key_heads, heads.num_heads, heads.key_dim, heads.value_dim)
         self._recurrence(

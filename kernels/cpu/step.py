@@ -62,7 +62,9 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "attend": (
         POINTER(_Step), POINTER(_Rules), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int,
     ),
-    "rotate_and_store": (POINTER(_Step), c_void_p, c_void_p, c_void_p, c_void_p, c_float, c_float, c_int, c_int),
+    "rotate_and_store": (
+        POINTER(_Step), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_float, c_float, c_int, c_int,
+    ),
     "add_rms_norm": (c_void_p, c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p, c_int, c_int),
     "rms_norm": (
         c_void_p, c_void_p, c_float, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int,
@@ -268,16 +270,16 @@ class StepKernels:
 
         Args:
             step: From begin().
-            qkv: [T, (Hq + 2 * Hkv) * D], contiguous.
+            qkv: [T, (Hq + 2 * Hkv) * D]; rows may be apart.
             cos_sin: [max_len, D], float32; None: no rotation.
             layer_keys: [num_blocks, Hkv, BS, D], the layer's keys in the pool.
             scales: Scales of an e4m3 pool.
             query_scales: [max_len], float32 factors of rotated queries by position; None: 1.
         """
-        assert qkv.is_contiguous() and qkv.dtype == self.dtype
+        assert qkv.stride(1) == 1 and qkv.dtype == self.dtype
         self._rotate_and_store(
-            byref(step.step), qkv.data_ptr(), address(cos_sin), address(query_scales), layer_keys.data_ptr(),
-            1 / scales.key, 1 / scales.value, *self._types,
+            byref(step.step), qkv.data_ptr(), qkv.stride(0), address(cos_sin), address(query_scales),
+            layer_keys.data_ptr(), 1 / scales.key, 1 / scales.value, *self._types,
         )  # fmt: skip
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, scaled_weight: Tensor, eps: float) -> Tensor:

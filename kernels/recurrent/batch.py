@@ -15,6 +15,7 @@ class RecurrentBatch:
         state_blocks: [S] int32, the block of each sequence's state, which the step overwrites; 0: zeros, not written.
         max_query_len: The most tokens of a sequence.
         drafts: What the states know of drafts; None: there are none.
+        may_keep_none: A sequence may not write its state: of block 0, or with drafts.
     """
 
     query_start_loc: Tensor
@@ -22,6 +23,7 @@ class RecurrentBatch:
     state_blocks: Tensor
     max_query_len: int
     drafts: "DraftedStates | None" = None
+    may_keep_none: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,8 @@ class Attention:
         weights, spec = self._weights, self._weights.spec
         qkv, gate = weights.qkv(x), None
         if spec.output_gate:
-            qkv, gate = qkv[:, : -spec.query_size].contiguous(), qkv[:, -spec.query_size :]
+            qkv, gate = qkv[:, : -spec.query_size], qkv[:, -spec.query_size :]
+            qkv = qkv.contiguous() if qkv.is_cuda else qkv  # kernels on a CPU read rows that are apart
         step.rotate_and_store(qkv, weights, self._layer)
         return qkv, gate
 

@@ -110,9 +110,10 @@ inline void rotate_and_store_row(
 
 template <typename T, typename K>
 void rotate_and_store(
-    const Step& of_step, void* qkv, const float* cos_sin, const float* query_scales, void* pool, Factors factors) {
+    const Step& of_step, void* qkv, int64_t stride, const float* cos_sin, const float* query_scales, void* pool,
+    Factors factors) {
     const Step* step = &of_step;
-    const int64_t stride = (int64_t)(step->num_heads + 2 * step->num_kv_heads) * step->head_dim, rows = step->num_tokens;
+    const int64_t rows = step->num_tokens;
     const int num_threads = threads_for(rows * stride, step->num_threads);
     perform_parts(rows, rows / (4 * num_threads), num_threads, [=](int64_t token, uint8_t*) {
         rotate_and_store_row(*step, (T*)qkv + token * stride, cos_sin, query_scales, (K*)pool, factors, token);

@@ -22,10 +22,10 @@ PAGESTREAM_EXPORT void NAME(pagestream_attend)(
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_rotate_and_store)(
-    const Step* step, void* qkv, const float* cos_sin, const float* query_scales, void* pool, float key_factor,
-    float value_factor, int dtype, int kv_dtype) {
+    const Step* step, void* qkv, int64_t stride, const float* cos_sin, const float* query_scales, void* pool,
+    float key_factor, float value_factor, int dtype, int kv_dtype) {
     const Factors factors = {key_factor, value_factor};
-    BY_POOL(dtype, kv_dtype, rotate_and_store, *step, qkv, cos_sin, query_scales, pool, factors);
+    BY_POOL(dtype, kv_dtype, rotate_and_store, *step, qkv, stride, cos_sin, query_scales, pool, factors);
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_add_rms_norm)(

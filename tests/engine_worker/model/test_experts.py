@@ -1,7 +1,6 @@
 """Mixtures of experts on a CPU: the choice, uneven loads, stacked tensors, and a dense model as equal experts."""
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine_worker.execution.step.model_runner import ModelRunner
 from engine_worker.model.checkpoint import check_checkpoint, stored_tensors
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.linear import ExpertsLoad, RouterWeights
@@ -25,12 +23,11 @@ from engine_worker.model.specs.names import ExpertNames
 from engine_worker.model.specs.part import Part
 from engine_worker.model.weight_format import DENSE, INT8, ONLINE, WeightFormat
 from engine_worker.model.weights import RandomWeights
-from shared.messages import GenerationRequest, TokenEvent
 from shared.model_files import ModelFilesError
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import TINY, make_engine, make_runner, run_engine_to_end
 from tests.engine_worker.model.families import prompts, write_family
-from tests.engine_worker.model.family_cases import NATIVE, Case
+from tests.engine_worker.model.family_cases import Case
 
 HIDDEN, INNER, EXPERTS = 32, 16, 5
 STACKED = ExpertNames(gate_up=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj")
@@ -267,33 +264,3 @@ def test_more_experts_per_token_than_experts_are_refused(tmp_path: Path) -> None
     mixed = copy_as_experts(write_family(tmp_path / "dense", Case("qwen3")), tmp_path / "mixed", 4, 5)
     with pytest.raises(ValueError, match=r"num_experts_per_tok must be 1 to 4 \(num_experts\), not 5"):
         blueprint_from_directory(mixed)
-
-
-def scored(runner: ModelRunner, requests: list[GenerationRequest]) -> list[TokenEvent]:
-    """Return the events of all requests with their log-probabilities, in the order of the requests."""
-    engine = make_engine(runner, max_num_seqs=8, max_num_batched_tokens=64)
-    for request in requests:
-        engine.add_request(request)
-    events: dict[str, list[TokenEvent]] = {request.request_id: [] for request in requests}
-    while engine.has_work:
-        for event in engine.step():
-            if isinstance(event, TokenEvent):
-                events[event.request_id].append(event)
-    return [event for own in events.values() for event in own]
-
-
-@pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_steps_with_experts_are_recorded_and_keep_their_bits(
-    quantization: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each request alone: all its steps but the prompt's are recorded. Together: in batches, and beside prompts."""
-    caplog.set_level(logging.INFO, logger="worker")
-    directory = write_family(tmp_path, NATIVE["qwen3_moe"])
-    runner = make_runner(directory, num_blocks=64, quantization=quantization)
-    requests = [
-        make_request(prompt, f"p{index}", max_tokens=12, ignore_eos=True, logprobs=2)
-        for index, prompt in enumerate(prompts(300))
-    ]
-    together = scored(runner, requests)
-    assert together == [event for request in requests for event in scored(runner, [request])]
-    assert "not recorded" not in caplog.text
