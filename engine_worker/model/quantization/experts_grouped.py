@@ -11,6 +11,7 @@ from torch import Tensor
 from engine_worker.model.linear import NOTHING_QUANTIZED, Experts, ExpertsLoad, Input, LinearMethod
 from engine_worker.model.quantization.experts_cpu import LoopedExperts, load_experts, log_loop
 from engine_worker.model.quantization.grouped_linear import GroupedLinear, gate_of
+from engine_worker.model.specs.experts import RouterSpec
 from engine_worker.model.specs.experts import Scoring as SpecScoring
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary
@@ -22,9 +23,10 @@ from kernels.scaled import Scaling
 
 logger = logging.getLogger("worker")
 
-# Up to so many tokens one call is faster. AVX2: 0.6 of the loop's time for 32 tokens, 0.7 to 0.95 for 512. AVX-512 has
-# tiles of more rows in the loop, from 6 rows of an expert on.
-_MAX_TOKENS = {InstructionSet.AVX2: 512, InstructionSet.AVX512_VNNI: 32}
+# Of one call: 0.6 of the loop's time for 32 tokens, 0.7 to 0.95 for 512 (AVX2).
+_MAX_TOKENS = 512
+# With AVX-512, a loop multiplies larger tiles from so many rows of an expert on (csrc/linear_avx512.cpp).
+_ROWS_OF_TILES = 6
 
 _SCORINGS = {
     SpecScoring.SOFTMAX: Scoring.SOFTMAX,
@@ -48,7 +50,13 @@ def in_one_call(load: ExpertsLoad, looped: LoopedExperts) -> Experts:
     if packed is None:
         log_loop()
         return looped
-    return GroupedExperts(packed, looped)
+    return GroupedExperts(packed, looped, _max_tokens(load.spec.router))
+
+
+def _max_tokens(router: RouterSpec) -> int:
+    if cpu_library().instruction_set is InstructionSet.AVX2:
+        return _MAX_TOKENS
+    return min(_MAX_TOKENS, _ROWS_OF_TILES * router.num_experts // router.top_k)
 
 
 class GroupedExperts:
@@ -56,9 +64,9 @@ class GroupedExperts:
 
     scaling = Scaling.NONE
 
-    def __init__(self, packed: PackedExperts, looped: LoopedExperts) -> None:
-        self._packed, self._looped = packed, looped
-        self._max_tokens = _MAX_TOKENS[cpu_library().instruction_set]
+    def __init__(self, packed: PackedExperts, looped: LoopedExperts, max_tokens: int) -> None:
+        """Use one call for steps of at most `max_tokens`."""
+        self._packed, self._looped, self._max_tokens = packed, looped, max_tokens
 
     def __call__(self, x: Input) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
@@ -103,7 +111,5 @@ def _is_right() -> bool:
     except NoLibrary as error:
         logger.warning("experts: falling back to a loop, slower: %s", error)
         return False
-    logger.info(
-        "experts: C++, one call per layer for up to %d tokens of a step", _MAX_TOKENS[cpu_library().instruction_set]
-    )
+    logger.info("experts: C++, one call per layer")
     return True
