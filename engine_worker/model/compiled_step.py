@@ -83,6 +83,9 @@ class CompiledStep:
     def convolutions(self) -> ConvolutionPlan:
         return ConvolutionPlan(self._attention.kv_pool, self._attention.places, self._input)
 
+    def multiply(self, x: Tensor, factor: float) -> Tensor:
+        return self._kernels.multiply(x, factor)
+
     def multiply_sigmoid(self, x: Tensor, gate: Tensor, scaling: Scaling) -> Input:
         return self._recurrent.multiply_sigmoid(x, gate, scaling)
 

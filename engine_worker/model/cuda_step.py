@@ -58,6 +58,9 @@ class CudaStep:
         attention = self._device.attention
         return CudaConvolutions(attention.kv_pool, attention.groups.places, self._input)
 
+    def multiply(self, x: Tensor, factor: float) -> Tensor:
+        return x.mul_(factor)
+
     def multiply_sigmoid(self, x: Tensor, gate: Tensor, scaling: Scaling) -> Input:
         return self._device.recurrent.multiply_sigmoid(x, gate, scaling)
 

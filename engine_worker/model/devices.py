@@ -50,6 +50,9 @@ class DeviceStep(Protocol):
         self, qkv: Tensor, scale: float, layer: int, rows: Tensor | None = None, rules: ScoreRules = NO_RULES
     ) -> Tensor: ...
 
+    def multiply(self, x: Tensor, factor: float) -> Tensor:
+        """Return x [T, N] times a factor; x may be overwritten."""
+
     def multiply_sigmoid(self, x: Tensor, gate: Tensor, scaling: Scaling) -> Input:
         """Return x [T, N] times the sigmoid of gate [T, N], quantized by `scaling`; x may be overwritten."""
 

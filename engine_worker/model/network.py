@@ -118,7 +118,7 @@ class DecoderLayer:
         """Norm and scale what a part adds to the residual."""
         if norm is not None:
             hidden = step.rms_norm(hidden, norm)
-        return hidden if self._residual_scale == 1.0 else hidden.mul_(self._residual_scale)
+        return hidden if self._residual_scale == 1.0 else step.multiply(hidden, self._residual_scale)
 
 
 def _enter(

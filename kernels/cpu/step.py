@@ -65,6 +65,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rotate_and_store": (
         POINTER(_Step), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_float, c_float, c_int, c_int,
     ),
+    "multiply": (c_void_p, c_float, c_int64, c_int64, c_int, c_int),
     "add_rms_norm": (c_void_p, c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p, c_int, c_int),
     "rms_norm": (
         c_void_p, c_void_p, c_float, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int, c_int,
@@ -167,6 +168,7 @@ class StepKernels:
     _rotate_and_store: Any
     _add_rms_norm: Any
     _rms_norm: Any
+    _multiply: Any
 
     def begin(
         self,
@@ -281,6 +283,12 @@ class StepKernels:
             byref(step.step), qkv.data_ptr(), qkv.stride(0), address(cos_sin), address(query_scales),
             layer_keys.data_ptr(), 1 / scales.key, 1 / scales.value, *self._types,
         )  # fmt: skip
+
+    def multiply(self, x: Tensor, factor: float) -> Tensor:
+        """Multiply x [N, H] with a factor in place, and return it."""
+        assert x.is_contiguous() and x.dtype == self.dtype
+        self._multiply(x.data_ptr(), factor, *x.shape, num_threads(), self._types[0])
+        return x
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, scaled_weight: Tensor, eps: float) -> Tensor:
         """Add `residual` to x [N, H] in place, and return x normed and multiplied with `scaled_weight` / sqrt(H)."""

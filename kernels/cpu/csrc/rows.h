@@ -150,4 +150,16 @@ void gate_and_mul(const void* gate_up, int64_t rows, int64_t size, void* output,
     });
 }
 
+// x [rows, size] *= factor.
+template <typename T>
+void multiply(void* x, float factor, int64_t rows, int64_t size, int num_threads) {
+    num_threads = threads_for(rows * size, num_threads);
+    perform_parts(rows, rows / (4 * num_threads), num_threads, [=](int64_t row, uint8_t*) {
+        T* at = (T*)x + row * size;
+        int64_t i = 0;
+        for (; i + WIDTH <= size; i += WIDTH) store(at + i, times(load(at + i), splat(factor)));
+        for (; i < size; i++) narrow(at + i, widened(at[i]) * factor);
+    });
+}
+
 }  // namespace

@@ -45,6 +45,11 @@ PAGESTREAM_EXPORT void NAME(pagestream_gate_and_mul)(
     BY_TYPE(dtype, gate_and_mul, gate_up, rows, size, output, is_gelu, num_threads);
 }
 
+PAGESTREAM_EXPORT void NAME(pagestream_multiply)(
+    void* x, float factor, int64_t rows, int64_t size, int num_threads, int dtype) {
+    BY_TYPE(dtype, multiply, x, factor, rows, size, num_threads);
+}
+
 // Outputs per panel.
 PAGESTREAM_EXPORT int64_t NAME(pagestream_dense_panel)() { return PANEL; }
 

@@ -36,6 +36,8 @@ def scored(runner: ModelRunner, requests: list[GenerationRequest]) -> list[Token
         ("qwen3_moe", "int4"),
         ("qwen3_5_text", "auto"),
         ("qwen3_5_text", "int8"),
+        ("granite", "auto"),
+        ("granitemoehybrid, dense, biases, rotary", "auto"),
     ],
 )
 def test_recorded_steps_have_the_bits_of_others(

@@ -245,6 +245,14 @@ def test_rms_norm_matches_torch_row_by_row(library: CpuLibrary, size: int, dtype
         assert torch.equal(alone, normed[7:8])
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [8, 20, 576])
+def test_multiply_has_the_bits_of_torch(library: CpuLibrary, size: int, dtype: torch.dtype) -> None:
+    x = torch.randn(40, size, generator=torch.Generator().manual_seed(size)).to(dtype)
+    for kernels in kernels_of(library, 64, dtype, dtype):
+        assert torch.equal(kernels.multiply(x.clone(), 0.22), x * 0.22)
+
+
 @settings(max_examples=20, deadline=None)
 @given(SHAPES, sequences(), st.booleans(), st.booleans())
 def test_queries_and_keys_are_rotated_and_stored(
@@ -264,11 +272,13 @@ def test_queries_and_keys_are_rotated_and_stored(
         expected[:, : shape.num_heads] *= scales[batch.positions, None, None]
     tolerance = TOLERANCES[shape.dtype]
     for kernels in kernels_of(library, shape.head_dim, shape.dtype, shape.kv_dtype):
-        qkv, before = batch.qkv.clone(), batch.pool.clone()
+        wide, before = batch.qkv.repeat(1, 2), batch.pool.clone()
+        qkv, beside = wide.chunk(2, dim=1)  # rows that are apart
         turning = table if turns else None
         kernels.rotate_and_store(batch.begin(kernels), qkv, turning, batch.pool[:, 1, 0], query_scales=scales)
         turned = qkv.unflatten(1, (-1, shape.head_dim))
         torch.testing.assert_close(turned.float(), expected, atol=tolerance, rtol=tolerance)
+        assert torch.equal(beside, batch.qkv)
         keys, values = turned[:, shape.num_heads :].to(shape.kv_dtype).chunk(2, dim=1)
         blocks, offsets = batch.slots // shape.block_size, batch.slots % shape.block_size
         before[blocks, 1, 0, :, offsets], before[blocks, 1, 1, :, offsets] = keys, values
