@@ -65,15 +65,14 @@ class CompiledDevice:
         if blocks is None:
             return CompiledStep(self, model_input)
         own = replace(model_input, query_start_loc=model_input.query_start_loc.clone(), state_blocks=blocks.clone())
-        step = CompiledStep(self, own)
-        step.recurrent = RecurrentPlan(self.recurrent, self.states, own)  # any block may be 0 in a step that follows
-        return step
+        return CompiledStep(self, own, is_followed=True)
 
 
 class CompiledStep:
-    def __init__(self, device: CompiledDevice, model_input: ModelInput) -> None:
+    def __init__(self, device: CompiledDevice, model_input: ModelInput, *, is_followed: bool = False) -> None:
+        """Begin a step; `is_followed`: other steps of its shape take its place."""
         spec, self._kernels = device.spec, device.kernels
-        self._attention, self._input = device.attention, model_input
+        self._attention, self._input, self._is_followed = device.attention, model_input, is_followed
         self._states, self._recurrent = device.states, device.recurrent
         self._query_size = spec.num_heads * spec.head_dim
         self._rotated_size = self._query_size + spec.num_kv_heads * spec.head_dim
@@ -91,9 +90,10 @@ class CompiledStep:
 
     @cached_property
     def recurrent(self) -> RecurrentPlan:
-        blocks = self._input.state_blocks
-        lacks_none = self._input.drafted_rows is None and blocks is not None and bool(blocks.all())
-        return RecurrentPlan(self._recurrent, self._states, self._input, may_keep_none=not lacks_none)
+        blocks, has_drafts = self._input.state_blocks, self._input.drafted_rows is not None
+        assert blocks is not None, "the model has recurrent layers"
+        may_keep_none = self._is_followed or has_drafts or not blocks.all()
+        return RecurrentPlan(self._recurrent, self._states, self._input, may_keep_none=may_keep_none)
 
     def follow(self, model_input: ModelInput) -> None:
         """Point to another step of the same shape, for a recorded program."""

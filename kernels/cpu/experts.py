@@ -5,8 +5,6 @@ The bits of a token are those of a loop over its experts with PackedLinear.
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import cache
 from itertools import pairwise
 
@@ -26,38 +24,10 @@ from kernels.cpu.linear import (
     PackedLinear,
 )
 from kernels.cpu.step import DTYPES, SUFFIXES
+from kernels.moe.routing import Router
 
 MAX_EXPERTS, MAX_CHOSEN = 1024, 64  # of csrc/experts.h
 _NO_MEMORY = 1
-
-
-class Scoring(IntEnum):
-    """How logits become scores; the values are those of csrc/experts.h."""
-
-    SOFTMAX = 0
-    SOFTMAX_OF_CHOSEN = 1
-    SIGMOID = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Routing:
-    """How the experts of a token are chosen and weighted; of equal ones, the lower expert.
-
-    Attributes:
-        num_experts: Experts of the layer, at most MAX_EXPERTS.
-        top_k: Experts per token, at most MAX_CHOSEN.
-        scoring: How logits become scores.
-        renormalize: Divide the weights by their sum.
-        scale: Factor of the weights.
-        correction: [E] float32, added to the scores for the choice only, or None.
-    """
-
-    num_experts: int
-    top_k: int
-    scoring: Scoring = Scoring.SOFTMAX
-    renormalize: bool = False
-    scale: float = 1.0
-    correction: Tensor | None = None
 
 
 class _Router(ctypes.Structure):
@@ -66,7 +36,7 @@ class _Router(ctypes.Structure):
         ("experts", ctypes.c_int64),
         ("chosen", ctypes.c_int64),
         ("scale", ctypes.c_float),
-        ("scoring", ctypes.c_int32),
+        ("is_sigmoid", ctypes.c_int32),
         ("renormalizes", ctypes.c_int32),
     )
 
@@ -85,21 +55,23 @@ class PackedExperts:
 
     def __init__(
         self,
-        routing: Routing,
+        router: Router,
         experts: Sequence[tuple[PackedLinear, PackedLinear]],
         gate: Gate,
         start: int = 0,
         *,
+        correction: Tensor | None = None,
         limits: GateLimits = NO_LIMITS,
         library: CpuLibrary | None = None,
     ) -> None:
         """Hold the experts.
 
         Args:
-            routing: How they are chosen.
+            router: How they are chosen: at most MAX_CHOSEN of at most MAX_EXPERTS, which are in one group.
             experts: The gated first and the second layer of each expert of this rank, in the same shapes and formats.
             gate: Activation of the first layers.
             start: The first expert of this rank.
+            correction: [E] float32, added to the scores for the choice only.
             limits: Of LIMITED_SILU.
             library: Its fastest instruction set is used; default: that of this processor.
 
@@ -117,12 +89,12 @@ class PackedExperts:
         self._choose = getattr(library.functions, f"pagestream_choose_{suffix}")
         self._choose.argtypes = [*(ctypes.c_void_p,) * 2, ctypes.c_int64, *(ctypes.c_void_p,) * 2, ctypes.c_int]
         self._choose.restype = None
-        assert routing.num_experts <= MAX_EXPERTS and routing.top_k <= MAX_CHOSEN
-        self._routing, self._linears = routing, list(experts)  # must stay alive: the structures hold their addresses
+        assert router.num_experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN and router.num_groups == 1
+        self._shape = router.num_experts, router.top_k
+        self._linears, self._correction = list(experts), correction  # must stay alive: structures hold their addresses
         self._router = _Router(
-            address(routing.correction), routing.num_experts, routing.top_k,
-            routing.scale, routing.scoring, routing.renormalize,
-        )  # fmt: skip
+            address(correction), *self._shape, router.scale, router.scoring == "sigmoid", router.divides_by_chosen
+        )
         firsts = [first.structure(gate, limits) for first, _ in experts]
         downs = [down.structure() for _, down in experts]
         self._structures = (LinearWeight * len(firsts))(*firsts), (LinearWeight * len(downs))(*downs)
@@ -145,8 +117,9 @@ class PackedExperts:
         """
         if x.stride(1) != 1:
             x = x.contiguous()
-        (num_tokens, hidden), num_pairs = x.shape, len(x) * self._routing.top_k
-        assert logits.is_contiguous() and logits.shape == (num_tokens, self._routing.num_experts)
+        (num_tokens, hidden), (num_experts, top_k) = x.shape, self._shape
+        num_pairs = num_tokens * top_k
+        assert logits.is_contiguous() and logits.shape == (num_tokens, num_experts)
         memory = torch.empty(4 * num_pairs + 2 * len(self._linears) + 2, dtype=torch.int32)
         inner, outputs = (
             torch.empty(num_pairs, self.inner, dtype=x.dtype),
@@ -164,7 +137,7 @@ class PackedExperts:
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return the experts [T, k] int64 of each token in ascending order, and their weights [T, k] float32."""
-        num_tokens, shape = len(logits), (len(logits), self._routing.top_k)
+        num_tokens, shape = len(logits), (len(logits), self._shape[1])
         ids, weights = torch.empty(shape, dtype=torch.int32), torch.empty(shape)
         self._choose(
             ctypes.addressof(self._router),
@@ -201,7 +174,7 @@ def check_experts() -> None:
     linears = [
         (packed(2 * inner, inputs, is_gated=True), packed(inputs, inner, is_gated=False)) for _ in range(num_experts)
     ]
-    experts = PackedExperts(Routing(num_experts=num_experts, top_k=3), linears[1:], Gate.SILU, start=1)
+    experts = PackedExperts(Router(num_experts=num_experts, top_k=3), linears[1:], Gate.SILU, start=1)
     ids, weights = experts.choose(logits)
     wanted = torch.zeros_like(x)
     for expert, (first, down) in enumerate(linears[1:], start=1):

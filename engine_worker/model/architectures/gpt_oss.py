@@ -35,7 +35,7 @@ def _of_gguf(config: Config) -> dict[str, object]:
     return {
         "num_local_experts": config["num_experts"],
         "intermediate_size": config["moe_intermediate_size"],
-        "rope_scaling": {**config.get("rope_scaling", _ROPE), "truncate": False},
+        "rope_scaling": {**config.get("rope_scaling", {"rope_type": "default"}), "truncate": False},
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": _DENSE},
     }
 

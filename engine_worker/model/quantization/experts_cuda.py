@@ -12,15 +12,14 @@ from torch import Tensor
 
 from engine_worker.model.linear import ExpertsLoad, Input, LinearSpec
 from engine_worker.model.quantization.expert_weights import expert_source
+from engine_worker.model.quantization.router_values import router_of
 from engine_worker.model.quantization.rows import rows_of
-from engine_worker.model.specs.experts import ExpertsSpec
 from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.weights import WeightSource, joined
 from kernels.moe.activation import Activation, Gate, SquaredRelu
 from kernels.moe.experts import apply_experts, kernel_of
 from kernels.moe.list_product import is_hopper
 from kernels.moe.route import route
-from kernels.moe.routing import Router
 from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
 from kernels.scaled import Scaling, plain_rows
 
@@ -38,7 +37,7 @@ class CudaExperts:
         """Load all experts; `read` makes one weight of the linear layers of all experts."""
         spec, weights = load.spec, expert_source(load, source)
         self._router = load.router
-        self._values, self._activation = _router_values(spec), _activation(spec.gate)
+        self._values, self._activation = router_of(spec.router), _activation(spec.gate)
         self._owned = None if spec.owned is None else spec.experts
         linears = [load.linears(expert) for expert in spec.experts]
         products = ([first for first, _ in linears], [down for _, down in linears])
@@ -90,19 +89,6 @@ def _biases(linears: list[LinearSpec], source: WeightSource) -> Tensor | None:
     if not linears[0].bias:
         return None
     return torch.stack([rows_of(linear, source, "bias", ()) for linear in linears])
-
-
-def _router_values(spec: ExpertsSpec) -> Router:
-    router = spec.router
-    return Router(
-        num_experts=router.num_experts,
-        top_k=router.top_k,
-        scoring=router.scoring.value,
-        renormalize=router.renormalize,
-        scale=router.scale,
-        num_groups=router.num_groups,
-        num_chosen_groups=router.num_chosen_groups,
-    )
 
 
 def _activation(gate: GateSpec | None) -> Activation:

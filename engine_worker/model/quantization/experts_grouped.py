@@ -11,11 +11,11 @@ from torch import Tensor
 from engine_worker.model.linear import NOTHING_QUANTIZED, Experts, ExpertsLoad, Input, LinearMethod
 from engine_worker.model.quantization.experts_cpu import LoopedExperts, load_experts, log_loop
 from engine_worker.model.quantization.grouped_linear import GroupedLinear, gate_of
+from engine_worker.model.quantization.router_values import router_of
 from engine_worker.model.specs.experts import RouterSpec
-from engine_worker.model.specs.experts import Scoring as SpecScoring
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary
-from kernels.cpu.experts import MAX_CHOSEN, MAX_EXPERTS, PackedExperts, Routing, Scoring, check_experts
+from kernels.cpu.experts import MAX_CHOSEN, MAX_EXPERTS, PackedExperts, check_experts
 from kernels.cpu.library import InstructionSet, cpu_library
 from kernels.cpu.linear import PackedLinear
 from kernels.cpu.step import DTYPES
@@ -27,12 +27,6 @@ logger = logging.getLogger("worker")
 _MAX_TOKENS = 512
 # With AVX-512, a loop multiplies larger tiles from so many rows of an expert on (csrc/linear_avx512.cpp).
 _ROWS_OF_TILES = 6
-
-_SCORINGS = {
-    SpecScoring.SOFTMAX: Scoring.SOFTMAX,
-    SpecScoring.SOFTMAX_OF_CHOSEN: Scoring.SOFTMAX_OF_CHOSEN,
-    SpecScoring.SIGMOID: Scoring.SIGMOID,
-}
 
 
 def load_grouped_experts(load: ExpertsLoad, source: WeightSource, method: LinearMethod) -> Experts:
@@ -86,16 +80,9 @@ def _packed(load: ExpertsLoad, looped: LoopedExperts) -> PackedExperts | None:
         return None
     if len(there) < len(experts) or len(formats) != 1 or not _is_right():
         return None
-    routing = Routing(
-        num_experts=router.num_experts,
-        top_k=router.top_k,
-        scoring=_SCORINGS[router.scoring],
-        renormalize=router.renormalize,
-        scale=router.scale,
-        correction=load.router.correction_bias,
-    )
     form, limits = gate_of(gate)
-    return PackedExperts(routing, there, form, load.spec.experts.start, limits=limits)
+    correction = load.router.correction_bias
+    return PackedExperts(router_of(router), there, form, load.spec.experts.start, correction=correction, limits=limits)
 
 
 def _pair(first: object, down: object) -> tuple[PackedLinear, PackedLinear] | None:

@@ -2,16 +2,15 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from engine_worker.model.linear import NOTHING_QUANTIZED, Input
 from engine_worker.model.specs.mlp import GateKind, GateSpec
 from kernels.cpu.linear import NO_LIMITS, Gate, GateLimits, PackedLinear
+from kernels.cpu.step import DTYPES
 from kernels.scaled import Scaling
 
 _GATES = {GateKind.SILU: Gate.SILU, GateKind.GELU_TANH: Gate.GELU_TANH}
-_DTYPES = (torch.bfloat16, torch.float32)  # supported by the library
 
 
 class GroupedLinear:
@@ -40,4 +39,4 @@ def gate_of(gate: GateSpec) -> tuple[Gate, GateLimits]:
 
 def served(x: Tensor) -> Tensor:
     """Return x in a dtype that the kernels read."""
-    return x if x.dtype in _DTYPES else x.float()
+    return x if x.dtype in DTYPES else x.float()

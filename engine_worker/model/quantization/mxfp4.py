@@ -125,7 +125,7 @@ class Mxfp4Linear:
 
     scaling: Scaling = Scaling.NONE
 
-    def __init__(self, blocks: Tensor, scales: Tensor, bias: Tensor | None, _role: Role) -> None:
+    def __init__(self, blocks: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         """Hold the stored bytes: blocks [N, K / 32, 16] and scales [N, K / 32]."""
         self._blocks, self._scales, self._bias = blocks, scales, bias
 
@@ -155,26 +155,27 @@ def _on_cpu(load: ExpertsLoad, source: WeightSource) -> Experts:
     single = StackedExperts(load, source)
     linears = [load.linears(expert) for expert in load.spec.experts]
     weights = [_stacked(load, source, role) for role in (Role.GATE_UP, Role.DOWN)]
-    make = Mxfp4Linear if _why_no_kernels() else _grouped
     experts: list[tuple[Linear, Linear]] = []
     for place, specs in enumerate(linears):
-        gate_up, down = (
-            make(blocks[place], scales[place], rows_of(spec, single, "bias", ()) if spec.bias else None, spec.role)
+        first, down = (
+            _linear(blocks[place], scales[place], spec, rows_of(spec, single, "bias", ()) if spec.bias else None)
             for (blocks, scales), spec in zip(weights, specs, strict=True)
         )
-        experts.append((gate_up, down))
+        experts.append((first, down))
     return in_one_call(load, LoopedExperts(load.spec, load.router, experts))
 
 
-def _grouped(blocks: Tensor, scales: Tensor, bias: Tensor | None, role: Role) -> Linear:
+def _linear(blocks: Tensor, scales: Tensor, spec: LinearSpec, bias: Tensor | None) -> Linear:
     """Return a linear layer of one expert: blocks [N, K / 32, 16] and scales [N, K / 32]."""
     from engine_worker.model.quantization.grouped_linear import GroupedLinear  # noqa: PLC0415 - CPU only
     from kernels.cpu.linear import GroupedWeight, GroupFormat, PackedLinear  # noqa: PLC0415 - CPU only
 
+    if _why_no_kernels():
+        return Mxfp4Linear(blocks, scales, bias)
     numbers = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    half = numbers.shape[-1] // 2
-    weight = GroupedWeight(GroupFormat.E2M1, numbers[..., :half] | numbers[..., half:] << 4, scales)
-    return GroupedLinear(PackedLinear(weight, scales.shape[1] * 2 * half, bias, is_gated=role is Role.GATE_UP))
+    lower, upper = numbers.chunk(2, dim=-1)
+    weight = GroupedWeight(GroupFormat.E2M1, lower | upper << 4, scales)
+    return GroupedLinear(PackedLinear(weight, spec.inputs, bias, is_gated=spec.role is Role.GATE_UP))
 
 
 def _packed(load: ExpertsLoad, source: WeightSource, role: Role) -> Mxfp4Experts:

@@ -10,8 +10,6 @@
 
 namespace {
 
-enum Scoring { SOFTMAX = 0, SOFTMAX_OF_CHOSEN = 1, SIGMOID = 2 };
-
 constexpr int MAX_EXPERTS = 1024, MAX_CHOSEN = 64;
 constexpr float MIN_SUM = 1e-20f;      // added to a sum of sigmoids, as in transformers
 constexpr int64_t ADDED_COLUMNS = 512;  // of a token's sum, per part
@@ -20,7 +18,7 @@ struct Router {
     const float* correction;  // [experts], added to the scores for the choice only; or null
     int64_t experts, chosen;
     float scale;
-    int32_t scoring, renormalizes;
+    int32_t is_sigmoid, renormalizes;  // scores are sigmoids, else softmaxes; the weights are divided by their sum
 };
 
 struct Experts {  // of this rank
@@ -48,7 +46,7 @@ inline void score(const Router& router, const float* logits, float* scores, floa
     alignas(64) float padded[MAX_EXPERTS];
     float largest = logits[0], sum = 0.0f;
     for (int64_t e = 0; e < router.experts; e++) largest = logits[e] > largest ? logits[e] : largest;
-    const bool is_sigmoid = router.scoring == SIGMOID;
+    const bool is_sigmoid = router.is_sigmoid;
     for (int64_t e = 0; e < MAX_EXPERTS && e < router.experts + WIDTH; e++)
         padded[e] = e < router.experts ? (is_sigmoid ? -logits[e] : logits[e] - largest) : 0.0f;
     for (int64_t e = 0; e < router.experts; e += WIDTH)
@@ -76,11 +74,10 @@ inline void choose(const Router& router, const float* logits, int32_t* experts, 
         for (; at > 0 && experts[at - 1] > best[i]; at--) experts[at] = experts[at - 1];
         experts[at] = best[i];
     }
-    float sum = router.scoring == SIGMOID ? MIN_SUM : 0.0f;
+    float sum = router.is_sigmoid ? MIN_SUM : 0.0f;
     for (int64_t i = 0; i < router.chosen; i++) sum += scores[experts[i]];
-    const bool divides = router.renormalizes || router.scoring == SOFTMAX_OF_CHOSEN;
     for (int64_t i = 0; i < router.chosen; i++)
-        weights[i] = scores[experts[i]] / (divides ? sum : 1.0f) * router.scale;
+        weights[i] = scores[experts[i]] / (router.renormalizes ? sum : 1.0f) * router.scale;
 }
 
 // Order the pairs by expert.

@@ -8,13 +8,15 @@ from torch import Tensor
 
 from engine_worker.model.quantization.dense_cpu import combined
 from engine_worker.model.quantization.experts_cpu import choose
+from engine_worker.model.quantization.router_values import router_of
 from engine_worker.model.specs.experts import RouterSpec
 from engine_worker.model.specs.experts import Scoring as SpecScoring
 from engine_worker.model.specs.mlp import GateSpec
-from kernels.cpu.experts import PackedExperts, Routing, Scoring
+from kernels.cpu.experts import PackedExperts
 from kernels.cpu.library import CpuLibrary, cpu_library
 from kernels.cpu.linear import Gate, GateLimits, PackedLinear, quantized, quantized_to_4_bits
 from kernels.cpu.program import Buffers, NotRecordable, recording
+from kernels.moe.routing import Router
 from tests.kernels.cpu.emulation import EmulatedLibrary, emulated
 
 INPUTS, INNER = 96, 64
@@ -61,7 +63,7 @@ def test_tokens_have_the_bits_of_loops_in_any_batch(
     experts_library: CpuLibrary, gate: Gate, dtype: torch.dtype, form: dict[str, bool]
 ) -> None:
     experts = linears(7, **form)
-    made = PackedExperts(Routing(num_experts=7, top_k=3), experts, gate, library=experts_library, limits=LIMITS)
+    made = PackedExperts(Router(num_experts=7, top_k=3), experts, gate, library=experts_library, limits=LIMITS)
     generator = torch.Generator().manual_seed(1)
     x, logits = torch.randn(32, INPUTS, generator=generator).to(dtype), torch.randn(32, 7, generator=generator)
     logits[5] = logits[9] = torch.arange(7)  # many tokens of the same experts
@@ -82,10 +84,10 @@ def test_gates_with_limits_are_those_of_torch() -> None:
 
 def test_ranks_multiply_their_own_experts_only() -> None:
     experts = linears(6)
-    routing = Routing(num_experts=6, top_k=2)
+    router = Router(num_experts=6, top_k=2)
     x, logits = torch.randn(5, INPUTS), torch.randn(5, 6)
     logits[0] = torch.tensor([9.0, 8, 0, 0, 0, 0])  # nothing for the second rank
-    parts = [PackedExperts(routing, experts[at : at + 3], Gate.SILU, start=at) for at in (0, 3)]
+    parts = [PackedExperts(router, experts[at : at + 3], Gate.SILU, start=at) for at in (0, 3)]
     for part, at in zip(parts, (0, 3), strict=True):
         assert torch.equal(part(x, logits), looped(experts[at : at + 3], at, x, part.choose(logits), Gate.SILU))
     assert not parts[1](x[:1], logits[:1]).any()
@@ -108,13 +110,11 @@ def test_choice_is_that_of_torch(changes: dict[str, Any], num_experts: int, top_
     scoring = SpecScoring(changes.get("scoring", "softmax"))
     spec = RouterSpec(num_experts=num_experts, top_k=top_k, **{**changes, "scoring": scoring})
     correction = torch.randn(num_experts, generator=torch.Generator().manual_seed(7)) if has_correction else None
-    routing = Routing(
-        num_experts=num_experts, top_k=top_k, scoring=Scoring[scoring.name], renormalize=spec.renormalize,
-        scale=spec.scale, correction=correction,
-    )  # fmt: skip
     logits = 4 * torch.randn(200, num_experts, generator=torch.Generator().manual_seed(5))
     logits[0], logits[1, 0], logits[2] = 0.0, 300.0, -300.0  # ties, and scores that round to 0 and 1
-    ids, weights = PackedExperts(routing, linears(num_experts)[:1], Gate.SILU).choose(logits)
+    ids, weights = PackedExperts(router_of(spec), linears(num_experts)[:1], Gate.SILU, correction=correction).choose(
+        logits
+    )
     wanted_ids, wanted_weights = choose(logits, spec, correction)
     assert torch.equal(ids, wanted_ids)
     torch.testing.assert_close(weights, wanted_weights, rtol=1e-5, atol=1e-7)  # exponentials round in other ways
@@ -122,7 +122,7 @@ def test_choice_is_that_of_torch(changes: dict[str, Any], num_experts: int, top_
 
 def test_row_without_numbers_harms_no_other() -> None:
     experts, x, logits = linears(4), torch.randn(3, INPUTS), torch.randn(3, 4)
-    made = PackedExperts(Routing(num_experts=4, top_k=2), experts, Gate.SILU)
+    made = PackedExperts(Router(num_experts=4, top_k=2), experts, Gate.SILU)
     wanted = made(x, logits)
     x[1], logits[1] = torch.nan, torch.nan
     found = made(x, logits)
@@ -130,7 +130,7 @@ def test_row_without_numbers_harms_no_other() -> None:
 
 
 def test_program_chooses_the_experts_of_its_step() -> None:
-    made = PackedExperts(Routing(num_experts=7, top_k=3), linears(7), Gate.SILU)
+    made = PackedExperts(Router(num_experts=7, top_k=3), linears(7), Gate.SILU)
     x, logits = torch.randn(2, INPUTS), torch.randn(2, 7)
     buffers = Buffers()  # the program writes into them
     with recording(cpu_library(), buffers) as recorded:
