@@ -32,6 +32,8 @@ from tests.parallel import WholeFiles, make_schedule, num_processes, share_cores
 from tests.process_state import FileWatch
 
 share_cores()
+# cuBLAS reads these when CUDA starts, so a test with --deterministic would fail after one without it in its process.
+os.environ.update(CUBLAS_WORKSPACE_CONFIG=":16:8", CUBLASLT_WORKSPACE_SIZE="1")
 # Hypothesis's time limits assume an idle machine: 0.2 s per example, 1 s for the first ten. Examples are the same in
 # every run, because a test that fails once in a hundred runs does not show which change broke it. `make fuzz` and
 # `make soak` search for new failures.

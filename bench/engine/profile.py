@@ -49,6 +49,8 @@ def _figures(profiler: torch_profile, num_steps: int) -> dict[str, Any]:
     """Return the figures in microseconds.
 
     `idle_us_a_step` is the time without a kernel or copy on the device, including gaps between the kernels of a graph.
+    Of each kernel of `top`: name, number, sum of durations, and sum of what each adds to the time of a step: from the
+    end before its own. A kernel may start before the previous one ends, and waits for it then.
     `between_steps_us` lists the gaps before a step's first kernel, ascending.
     """
     results = profiler.profiler.kineto_results if profiler.profiler else None
@@ -59,10 +61,13 @@ def _figures(profiler: torch_profile, num_steps: int) -> dict[str, Any]:
     ]
     if not spans:
         return {}
-    total, count = defaultdict[str, float](float), Counter[str]()
-    for _, duration, name in spans:
+    total, added, count = defaultdict[str, float](float), defaultdict[str, float](float), Counter[str]()
+    last_end = spans[0][0]
+    for start, duration, name in sorted(spans, key=_end):
         total[name[:110]] += duration
+        added[name[:110]] += start + duration - last_end
         count[name[:110]] += 1
+        last_end = start + duration
     longest = sorted(total.items(), key=lambda entry: entry[1], reverse=True)[:NUM_KERNELS]
     span, busy, gaps = busy_and_gaps(sorted(spans))
     return {
@@ -73,8 +78,13 @@ def _figures(profiler: torch_profile, num_steps: int) -> dict[str, Any]:
         "longest_gaps_us": [round(gap, 1) for gap, _ in sorted(gaps, reverse=True)[:16]],
         "between_steps_us": sorted(round(gap, 1) for gap, after in gaps if FIRST_KERNEL in after),
         "kernels": len(spans),
-        "top": [[name, count[name], round(microseconds, 1)] for name, microseconds in longest],
+        "top": [[name, count[name], round(microseconds, 1), round(added[name], 1)] for name, microseconds in longest],
     }
+
+
+def _end(span: tuple[float, float, str]) -> float:
+    start, duration, _ = span
+    return start + duration
 
 
 def busy_and_gaps(spans: list[tuple[float, float, str]]) -> tuple[float, float, list[tuple[float, str]]]:

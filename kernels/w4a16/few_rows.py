@@ -38,6 +38,7 @@ _SHARED_BYTES = 225 * 1024  # of an SM, less barriers
 _REGISTERS = 65_536  # of an SM; the hardware reserves four warps for the loading one
 _MAX_TILES = 4096
 _WORD_COLUMNS = 256  # of a TMA box
+_COPIED_WORDS = 32  # at least: TMA writes to addresses that are multiples of 128 bytes
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ def _multiply_integers(
         total += product * scales_of(of_group, gl.SliceLayout(1, sums), SCALE_TYPE, num_warps)[:, None]
         if OFFSET == MINIMUM:
             minima = tile_scales.index((stage * GROUPS + group) * PARTS + 1)
-            of_rows = unit_sums.index(stage * GROUPS + group).load(gl.SliceLayout(0, sums))
+            of_rows = unit_sums.index(stage * GROUPS + group).slice(0, total.shape[1]).load(gl.SliceLayout(0, sums))
             total += scales_of(minima, gl.SliceLayout(1, sums), SCALE_TYPE, num_warps)[:, None] * of_rows[None, :]
     return total
 
@@ -300,7 +301,8 @@ def w4_linear_kernel(
     INPUTS: gl.constexpr = 16 * WORD_STEPS
     VALUE_ROWS: gl.constexpr = CHUNKS * BOXES * WORD_STEPS // 2
     WEIGHT_BYTES: gl.constexpr = VALUE_ROWS * 1024 + GROUPS * PARTS * BOXES * 128
-    SUM_BYTES: gl.constexpr = 0 if row_sums is None else GROUPS * BLOCK_M * 4
+    SUM_COLUMNS: gl.constexpr = 0 if row_sums is None else row_sums.block_shape[1]
+    SUM_BYTES: gl.constexpr = GROUPS * SUM_COLUMNS * 4
     BYTES: gl.constexpr = WEIGHT_BYTES + CHUNKS * BLOCK_M * INPUTS * 2 + SUM_BYTES
     ring = gl.allocate_shared_memory(gl.int32, [NUM_STAGES, VALUE_ROWS, 256], weight.layout)
     scale_ring = gl.allocate_shared_memory(gl.int32, [NUM_STAGES, GROUPS, 32 * BOXES * PARTS], scales.layout)
@@ -315,8 +317,8 @@ def w4_linear_kernel(
     sums_ring, unit_sums = rows, rows  # unused
     if row_sums is not None:
         plain1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        sums_ring = gl.allocate_shared_memory(gl.int32, [NUM_STAGES, GROUPS, BLOCK_M], row_sums.layout)
-        unit_sums = sums_ring._reinterpret(gl.float32, [NUM_STAGES * GROUPS, BLOCK_M], plain1)
+        sums_ring = gl.allocate_shared_memory(gl.int32, [NUM_STAGES, GROUPS, SUM_COLUMNS], row_sums.layout)
+        unit_sums = sums_ring._reinterpret(gl.float32, [NUM_STAGES * GROUPS, SUM_COLUMNS], plain1)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for early in gl.static_range(NUM_STAGES):
@@ -372,8 +374,8 @@ def w4_linear(
     chunks, groups, steps = step_inputs // inputs, step_inputs // weight.group, num_inputs // step_inputs
     num_tiles = num_weights // weight.tile_rows
     weight_bytes = weight.tile_rows * step_inputs // 2 + groups * parts * boxes * 128
-    reads_sums = has_minima and scales_sums
-    stage_bytes = weight_bytes + block_m * step_inputs * 2 + (groups * block_m * 4 if reads_sums else 0)
+    sum_columns = max(block_m, _COPIED_WORDS // groups) if has_minima and scales_sums else 0
+    stage_bytes = weight_bytes + block_m * step_inputs * 2 + groups * sum_columns * 4
     free_bytes = _SHARED_BYTES // tiles.programs_per_sm - 2 * weight.tile_rows * block_m - 1024
     num_shares = min(num_tiles * steps, tiles.shares)
     num_warps = min(tiles.num_warps, 4 * boxes)
@@ -383,7 +385,7 @@ def w4_linear(
         _words(weight.values, chunks * boxes * inputs // 32, _WORD_COLUMNS),
         _words(weight.scales, groups, 32 * boxes * parts),
         _rows(x, block_m, inputs),
-        _words(group_sums(x, weight.group, block_m), groups, block_m) if reads_sums else None,
+        _words(group_sums(x, weight.group, sum_columns), groups, sum_columns) if sum_columns else None,
         bias,
         output,
         x.new_empty(sizes, dtype=torch.float32),
