@@ -19,10 +19,19 @@ def route_reference(
     """Choose the experts of x [T, H] in float32, or in float64 if x is; see route()."""
     exact = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(exact) @ weight.to(exact).T
+    chosen = logits[:, : router.num_experts]
     if bias is not None:
-        logits += bias.to(exact)
-    ids, weights = choose_reference(logits, router, correction_bias)
+        chosen += bias.to(exact)
+    ids, weights = with_shared(*choose_reference(chosen, router, correction_bias), logits, router)
     return sort_reference(x, ids, weights.float(), router, owned)
+
+
+def with_shared(ids: Tensor, weights: Tensor, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """Return ids and weights [T, k] with those of the shared expert, if there is one; `logits` has its gate last."""
+    if router.shared == "none":
+        return ids, weights
+    of_shared = logits[:, -1:].sigmoid() if router.shared == "gated" else torch.ones_like(weights[:, :1])
+    return torch.cat((ids, torch.full_like(ids[:, :1], router.num_experts)), 1), torch.cat((weights, of_shared), 1)
 
 
 def choose_reference(logits: Tensor, router: Router, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -54,7 +63,7 @@ def sort_reference(x: Tensor, ids: Tensor, weights: Tensor, router: Router, owne
     routing = empty_routing(x, router, owned)
     num_pairs, block_rows = routing.num_pairs, routing.block_rows
     pairs = ids.flatten().sort(stable=True).indices
-    counts = ids.flatten().bincount(minlength=router.num_experts)
+    counts = ids.flatten().bincount(minlength=len(routing.offsets) - 1)
     offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     positions = torch.empty_like(pairs).scatter_(0, pairs, torch.arange(num_pairs, device=x.device))
     blocks = [

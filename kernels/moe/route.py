@@ -3,7 +3,8 @@
 Logits of up to 512 tokens are computed in quarters, by many programs; those of more tokens by the programs that choose.
 Up to 8 tokens, one program chooses and sorts. For more, each program chooses the experts of a few tokens and counts
 them, and each of the last launch places their pairs: at 64 tokens and 256 experts one program would take 49 us (H200).
-The sums of a logit have one order for any T. Of equal scores the lower id is chosen.
+The sums of a logit have one order for any T. Of equal scores the lower id is chosen. A shared expert costs no lane of
+the choice: its pairs follow all others, and its gate is one more logit.
 """
 
 from typing import Any
@@ -153,77 +154,109 @@ def _choose(
 
 @triton.jit
 def _place(
-    chosen, before, first_token, pairs, positions,
-    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    chosen, before, first_token, pairs, positions, num_tokens,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Store the sorted rows of the chosen pairs; `before` [BLOCK_E] is the next sorted row of each expert."""
     tokens = first_token + tl.arange(0, BLOCK_T)
     slots = tl.cumsum(chosen, axis=1) - chosen
     rows = before[None, :] + tl.cumsum(chosen, axis=0) - chosen
-    numbers = tokens[:, None] * TOP_K + slots
+    numbers = tokens[:, None] * SLOTS + slots
     tl.store(pairs + rows, numbers, mask=chosen > 0)
     tl.store(positions + numbers, rows, mask=chosen > 0)
+    if SLOTS > TOP_K:
+        shared_rows, shared_numbers = num_tokens * TOP_K + tokens, tokens * SLOTS + TOP_K
+        tl.store(pairs + shared_rows, shared_numbers, mask=tokens < num_tokens)
+        tl.store(positions + shared_numbers, shared_rows, mask=tokens < num_tokens)
 
 
 @triton.jit
 def _list_blocks(
     counts, offsets, blocks, num_blocks, first_owned, end_owned, num_tokens,
-    FIELDS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store the blocks of the owned experts, in order."""
     experts = tl.arange(0, BLOCK_E)
     is_owned = (experts >= first_owned) & (experts < end_owned)
     of_expert = tl.where(is_owned, (counts + BLOCK_ROWS - 1) // BLOCK_ROWS, 0)
     start = tl.cumsum(of_expert, axis=0) - of_expert
-    tl.store(num_blocks, tl.sum(of_expert, axis=0))
-    for number in range((num_tokens + BLOCK_ROWS - 1) // BLOCK_ROWS):
+    most = (num_tokens + BLOCK_ROWS - 1) // BLOCK_ROWS
+    num_chosen = tl.sum(of_expert, axis=0)
+    tl.store(num_blocks, num_chosen + most * (SLOTS - TOP_K))
+    for number in range(most):
         block = blocks + (start + number) * FIELDS
         used = number < of_expert
         tl.store(block, experts - first_owned, mask=used)
         tl.store(block + 1, offsets + number * BLOCK_ROWS, mask=used)
         tl.store(block + 2, offsets + counts, mask=used)
+        if SLOTS > TOP_K:
+            shared = blocks + (num_chosen + number) * FIELDS
+            tl.store(shared, NUM_EXPERTS - first_owned)
+            tl.store(shared + 1, num_tokens * TOP_K + number * BLOCK_ROWS)
+            tl.store(shared + 2, num_tokens * SLOTS)
 
 
 @triton.jit
-def _store_offsets(offsets, values, num_pairs, NUM_EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr):
+def _store_offsets(
+    offsets, values, num_tokens,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     experts = tl.arange(0, BLOCK_E)
     tl.store(offsets + experts, values, mask=experts < NUM_EXPERTS)
-    tl.store(offsets + NUM_EXPERTS, num_pairs)
+    tl.store(offsets + NUM_EXPERTS, num_tokens * TOP_K)
+    if SLOTS > TOP_K:
+        tl.store(offsets + NUM_EXPERTS + 1, num_tokens * SLOTS)
 
 
 @triton.jit
 def _store_chosen(
-    chosen, values, ids, weights, first_token, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr
+    chosen, values, gates, ids, weights, first_token, num_tokens,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, GATE_STRIDE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
+    """Store ids and weights. `gates`: chains of the logit of the shared expert, or None if its weight is 1."""
     tokens = first_token + tl.arange(0, BLOCK_T)
-    numbers = tokens[:, None] * TOP_K + tl.cumsum(chosen, axis=1) - chosen
+    numbers = tokens[:, None] * SLOTS + tl.cumsum(chosen, axis=1) - chosen
     experts = tl.zeros([BLOCK_T, BLOCK_E], tl.int32) + tl.arange(0, BLOCK_E)[None, :]
     tl.store(ids + numbers, experts, mask=chosen > 0)
     tl.store(weights + numbers, values, mask=chosen > 0)
+    if SLOTS > TOP_K:
+        weight = tl.full([BLOCK_T], 1.0, tl.float32)
+        if gates is not None:
+            logits = _sum_of_chains(gates + tokens * GATE_STRIDE, num_tokens * GATE_STRIDE, tokens < num_tokens)
+            weight = 1.0 / (1.0 + tl.exp(-logits))
+        tl.store(ids + tokens * SLOTS + TOP_K, tl.full([BLOCK_T], NUM_EXPERTS, tl.int32), mask=tokens < num_tokens)
+        tl.store(weights + tokens * SLOTS + TOP_K, weight, mask=tokens < num_tokens)
+
+
+@triton.jit
+def _sum_of_chains(first, size, inside):
+    """Return the sum of four chains that are `size` elements apart."""
+    a, b = tl.load(first, mask=inside, other=0.0), tl.load(first + size, mask=inside, other=0.0)
+    c, d = tl.load(first + 2 * size, mask=inside, other=0.0), tl.load(first + 3 * size, mask=inside, other=0.0)
+    return (a + b) + (c + d)
 
 
 @triton.jit
 def _load_logits(
     chains, bias, first_token, num_tokens,
-    NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, NUM_LOGITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Return the sum of the four chains of each logit, [4, num_tokens, NUM_EXPERTS]."""
+    """Return the logits of the experts, sums of chains [4, num_tokens, NUM_LOGITS]."""
     tokens, experts = first_token + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
     inside = (tokens < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
-    first = chains + tokens[:, None] * NUM_EXPERTS + experts[None, :]
-    size = num_tokens * NUM_EXPERTS
-    a, b = tl.load(first, mask=inside, other=0.0), tl.load(first + size, mask=inside, other=0.0)
-    c, d = tl.load(first + 2 * size, mask=inside, other=0.0), tl.load(first + 3 * size, mask=inside, other=0.0)
-    return _with_bias((a + b) + (c + d), bias, NUM_EXPERTS, BLOCK_E)
+    first = chains + tokens[:, None] * NUM_LOGITS + experts[None, :]
+    return _with_bias(_sum_of_chains(first, num_tokens * NUM_LOGITS, inside), bias, NUM_EXPERTS, BLOCK_E)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_chains_kernel(
     x, weight, chains, num_tokens,
-    HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    HIDDEN: tl.constexpr, NUM_LOGITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, WIDENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Run program (experts, tokens, chain): sum every fourth BLOCK_K inputs of its logits."""
+    """Run program (logits, tokens, chain): sum every fourth BLOCK_K inputs of its logits."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -234,27 +267,28 @@ def _route_chains_kernel(
     for first in range(0, HIDDEN, 4 * BLOCK_K):
         total = _product(
             x, weight, tokens, experts, first + chain * BLOCK_K, num_tokens, total,
-            HIDDEN, NUM_EXPERTS, BLOCK_K, WIDENS,
+            HIDDEN, NUM_LOGITS, BLOCK_K, WIDENS,
         )  # fmt: skip
-    inside = (tokens < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
-    target = chains + (chain * num_tokens + tokens[:, None]) * NUM_EXPERTS + experts[None, :]
+    inside = (tokens < num_tokens)[:, None] & (experts < NUM_LOGITS)[None, :]
+    target = chains + (chain * num_tokens + tokens[:, None]) * NUM_LOGITS + experts[None, :]
     tl.store(target, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_owned", "end_owned"])
 def _route_few_kernel(
-    chains, bias, correction_bias, ids, weights, pairs, offsets, positions, blocks, num_blocks,
+    chains, gates, bias, correction_bias, ids, weights, pairs, offsets, positions, blocks, num_blocks,
     num_tokens, first_owned, end_owned, scale,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, IS_SIGMOID: tl.constexpr, DIVIDES_BY_CHOSEN: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, NUM_LOGITS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    GATE_STRIDE: tl.constexpr, IS_SIGMOID: tl.constexpr, DIVIDES_BY_CHOSEN: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    NUM_CHOSEN_GROUPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of all tokens and sort the pairs, in one program."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
     tokens = tl.arange(0, BLOCK_T)
-    values = _load_logits(chains, bias, 0, num_tokens, NUM_EXPERTS, BLOCK_T, BLOCK_E)
+    values = _load_logits(chains, bias, 0, num_tokens, NUM_EXPERTS, NUM_LOGITS, BLOCK_T, BLOCK_E)
     chosen, values = _choose(
         values, correction_bias, scale,
         NUM_EXPERTS, TOP_K, IS_SIGMOID, DIVIDES_BY_CHOSEN, NUM_GROUPS, NUM_CHOSEN_GROUPS, BLOCK_T, BLOCK_E,
@@ -262,19 +296,24 @@ def _route_few_kernel(
     chosen = tl.where((tokens < num_tokens)[:, None], chosen, 0)
     counts = tl.sum(chosen, axis=0)
     before = tl.cumsum(counts, axis=0) - counts
-    _store_chosen(chosen, values, ids, weights, 0, TOP_K, BLOCK_T, BLOCK_E)
-    _place(chosen, before, 0, pairs, positions, TOP_K, BLOCK_T)
-    _store_offsets(offsets, before, num_tokens * TOP_K, NUM_EXPERTS, BLOCK_E)
-    _list_blocks(counts, before, blocks, num_blocks, first_owned, end_owned, num_tokens, FIELDS, BLOCK_E, BLOCK_ROWS)
+    _store_chosen(
+        chosen, values, gates, ids, weights, 0, num_tokens, NUM_EXPERTS, TOP_K, SLOTS, GATE_STRIDE, BLOCK_T, BLOCK_E
+    )
+    _place(chosen, before, 0, pairs, positions, num_tokens, TOP_K, SLOTS, BLOCK_T)
+    _store_offsets(offsets, before, num_tokens, NUM_EXPERTS, TOP_K, SLOTS, BLOCK_E)
+    _list_blocks(
+        counts, before, blocks, num_blocks, first_owned, end_owned, num_tokens,
+        NUM_EXPERTS, TOP_K, SLOTS, FIELDS, BLOCK_E, BLOCK_ROWS,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_many_kernel(
-    x, weight, chains, bias, correction_bias, ids, weights, counts, num_tokens, scale,
-    HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, IS_SIGMOID: tl.constexpr,
-    DIVIDES_BY_CHOSEN: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, WIDENS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    x, weight, chains, gates, bias, correction_bias, ids, weights, counts, num_tokens, scale,
+    HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_LOGITS: tl.constexpr, TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr, GATE_STRIDE: tl.constexpr, IS_SIGMOID: tl.constexpr, DIVIDES_BY_CHOSEN: tl.constexpr,
+    NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Choose the experts of BLOCK_T tokens and count them: counts [token blocks, E]. Logits may be in `chains`."""
     if DEPENDENT:
@@ -283,7 +322,7 @@ def _route_many_kernel(
     first_token = tl.program_id(0) * BLOCK_T
     tokens, experts = first_token + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_E)
     if chains is not None:
-        values = _load_logits(chains, bias, first_token, num_tokens, NUM_EXPERTS, BLOCK_T, BLOCK_E)
+        values = _load_logits(chains, bias, first_token, num_tokens, NUM_EXPERTS, NUM_LOGITS, BLOCK_T, BLOCK_E)
     else:
         values = _logits_of(
             x, weight, bias, first_token, num_tokens, HIDDEN, NUM_EXPERTS, BLOCK_T, BLOCK_E, BLOCK_K, WIDENS
@@ -293,7 +332,10 @@ def _route_many_kernel(
         NUM_EXPERTS, TOP_K, IS_SIGMOID, DIVIDES_BY_CHOSEN, NUM_GROUPS, NUM_CHOSEN_GROUPS, BLOCK_T, BLOCK_E,
     )  # fmt: skip
     chosen = tl.where((tokens < num_tokens)[:, None], chosen, 0)
-    _store_chosen(chosen, values, ids, weights, first_token, TOP_K, BLOCK_T, BLOCK_E)
+    _store_chosen(
+        chosen, values, gates, ids, weights, first_token, num_tokens,
+        NUM_EXPERTS, TOP_K, SLOTS, GATE_STRIDE, BLOCK_T, BLOCK_E,
+    )  # fmt: skip
     of_block = counts + tl.program_id(0) * NUM_EXPERTS
     tl.store(of_block + experts, tl.sum(chosen, axis=0).to(counts.dtype.element_ty), mask=experts < NUM_EXPERTS)
 
@@ -301,8 +343,9 @@ def _route_many_kernel(
 @triton.jit(do_not_specialize=["num_tokens", "first_owned", "end_owned"])
 def _sort_pairs_kernel(
     ids, counts, pairs, offsets, positions, blocks, num_blocks, num_tokens, first_owned, end_owned,
-    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, FIELDS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, COUNTED: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, FIELDS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, COUNTED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Place the pairs of BLOCK_T tokens after those of all earlier tokens; program 0 also stores the lists."""
     if DEPENDENT:
@@ -321,12 +364,15 @@ def _sort_pairs_kernel(
     tokens = program * BLOCK_T + tl.arange(0, BLOCK_T)
     chosen = tl.zeros([BLOCK_T, BLOCK_E], tl.int32)
     for slot in range(TOP_K):
-        of_slot = tl.load(ids + tokens * TOP_K + slot, mask=tokens < num_tokens, other=-1)
+        of_slot = tl.load(ids + tokens * SLOTS + slot, mask=tokens < num_tokens, other=-1)
         chosen += (of_slot[:, None] == experts[None, :]).to(tl.int32)
-    _place(chosen, before + earlier, program * BLOCK_T, pairs, positions, TOP_K, BLOCK_T)
+    _place(chosen, before + earlier, program * BLOCK_T, pairs, positions, num_tokens, TOP_K, SLOTS, BLOCK_T)
     if program == 0:
-        _store_offsets(offsets, before, num_tokens * TOP_K, NUM_EXPERTS, BLOCK_E)
-        _list_blocks(total, before, blocks, num_blocks, first_owned, end_owned, num_tokens, FIELDS, BLOCK_E, BLOCK_ROWS)
+        _store_offsets(offsets, before, num_tokens, NUM_EXPERTS, TOP_K, SLOTS, BLOCK_E)
+        _list_blocks(
+            total, before, blocks, num_blocks, first_owned, end_owned, num_tokens,
+            NUM_EXPERTS, TOP_K, SLOTS, FIELDS, BLOCK_E, BLOCK_ROWS,
+        )  # fmt: skip
 
 
 def route(
@@ -341,11 +387,11 @@ def route(
 
     Args:
         x: [T, H], contiguous, bfloat16, float16 or float32.
-        weight: [E, H], contiguous; products and sums are float32.
+        weight: [E, H], contiguous; products and sums are float32. A last row is the gate of a gated shared expert.
         router: The rule of choice.
         bias: [E], added to the logits.
         correction_bias: [E], added to the scores for the choice only.
-        owned: Experts that this rank computes; None: all.
+        owned: Experts that this rank computes; None: all, also a shared one.
 
     Returns:
         The routing.
@@ -364,7 +410,7 @@ def route_triton(
     owned: range | None = None,
 ) -> Routing:
     num_tokens, hidden = x.shape
-    assert weight.shape == (router.num_experts, hidden) and x.is_contiguous() and weight.is_contiguous()
+    assert weight.shape == (router.num_logits, hidden) and x.is_contiguous() and weight.is_contiguous()
     routing = empty_routing(x, router, owned)
     if num_tokens == 0:
         routing.num_blocks.zero_()
@@ -373,9 +419,9 @@ def route_triton(
     # From E only, because it decides the order of the sums. A stage of _route_many_kernel has 64 KiB of the weight.
     block_k = max(16, min(64, 16_384 // (block_e * max(x.element_size(), weight.element_size()))))
     of_product = {"HIDDEN": hidden, "WIDENS": x.dtype != weight.dtype, "BLOCK_K": block_k}
-    common = {"NUM_EXPERTS": router.num_experts, **dependent_launch(x)}
+    slots = router.top_k + router.num_shared
+    common = {"NUM_EXPERTS": router.num_experts, "TOP_K": router.top_k, "SLOTS": slots, **dependent_launch(x)}
     choice = {
-        "TOP_K": router.top_k,
         "IS_SIGMOID": router.scoring == "sigmoid",
         "DIVIDES_BY_CHOSEN": router.divides_by_chosen,
         "NUM_GROUPS": router.num_groups,
@@ -385,37 +431,42 @@ def route_triton(
     lists = routing.pairs, routing.offsets, routing.positions, routing.blocks, routing.num_blocks
     bounds = num_tokens, routing.owned.start, routing.owned.stop
     sorting = {"FIELDS": BLOCK_FIELDS, "BLOCK_ROWS": routing.block_rows, **common}
-    chains = _quarters(x, weight, {**of_product, **common}) if num_tokens <= _MAX_QUARTERED else None
+    chains = _quarters(x, weight, of_product) if num_tokens <= _MAX_QUARTERED else None
+    gates = None
+    if router.shared == "gated":
+        gates = (_quarters(x, weight[router.num_experts :], of_product) if chains is None else chains)[..., -1]
+    logits = {"NUM_LOGITS": router.num_logits, "GATE_STRIDE": 1 if gates is None else gates.stride(1)}
     if num_tokens <= _MAX_SORTED_AT_ONCE:
         block_t = triton.next_power_of_2(num_tokens)
         _route_few_kernel[(1,)](
-            chains, bias, correction_bias, routing.ids, routing.weights, *lists, *bounds, router.scale,
-            **choice, **sorting, BLOCK_T=block_t, num_warps=_choosing_warps(block_t * block_e),
+            chains, gates, bias, correction_bias, routing.ids, routing.weights, *lists, *bounds, router.scale,
+            **logits, **choice, **sorting, BLOCK_T=block_t, num_warps=_choosing_warps(block_t * block_e),
         )  # fmt: skip
         return routing
     block_t = _BLOCK_T if chains is None else _CHOSEN_AT_ONCE
     num_blocks = triton.cdiv(num_tokens, block_t)
     counts = x.new_empty(num_blocks, router.num_experts, dtype=torch.int8)  # at most 16
     _route_many_kernel[(num_blocks,)](
-        x, weight, chains, bias, correction_bias, routing.ids, routing.weights, counts, num_tokens, router.scale,
-        **of_product, **choice, **common, BLOCK_T=block_t, num_warps=_choosing_warps(block_t * block_e),
+        x, weight, chains, gates, bias, correction_bias, routing.ids, routing.weights, counts, num_tokens,
+        router.scale, **of_product, **logits, **choice, **common, BLOCK_T=block_t, num_warps=_choosing_warps(block_t * block_e),
         num_stages=3 if block_e <= 128 else 2,
     )  # fmt: skip
     _sort_pairs_kernel[(num_blocks,)](
         routing.ids, counts, *lists, *bounds,
-        TOP_K=router.top_k, BLOCK_E=block_e, **sorting, BLOCK_T=block_t, COUNTED=64, num_warps=4,
+        BLOCK_E=block_e, **sorting, BLOCK_T=block_t, COUNTED=64, num_warps=4,
     )  # fmt: skip
     return routing
 
 
 def _quarters(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
-    """Return the four chains of each logit [4, T, E]."""
-    (num_tokens, _), (num_experts, _) = x.shape, weight.shape
-    chains = x.new_empty(4, num_tokens, num_experts, dtype=torch.float32)
+    """Return the four chains of each logit [4, T, rows of the weight]."""
+    (num_tokens, _), (num_logits, _) = x.shape, weight.shape
+    chains = x.new_empty(4, num_tokens, num_logits, dtype=torch.float32)
     few = 16 if x.element_size() == 4 else 8
-    _route_chains_kernel[(triton.cdiv(num_experts, few), triton.cdiv(num_tokens, _BLOCK_T), 4)](
-        x, weight, chains, num_tokens, **options, BLOCK_T=_BLOCK_T, BLOCK_E=few, num_warps=1, num_stages=4
-    )
+    _route_chains_kernel[(triton.cdiv(num_logits, few), triton.cdiv(num_tokens, _BLOCK_T), 4)](
+        x, weight, chains, num_tokens, **options, NUM_LOGITS=num_logits, BLOCK_T=_BLOCK_T, BLOCK_E=few,
+        **dependent_launch(x), num_warps=1, num_stages=4,
+    )  # fmt: skip
     return chains
 
 

@@ -1,6 +1,7 @@
 """Which experts compute which tokens, and the work list of the expert products.
 
-A pair is a token and one of its experts, numbered token * top_k + slot. Products use pairs sorted by (expert, token).
+A pair is a token and one of its experts, numbered token * slots + slot. Products use pairs sorted by (expert, token).
+A shared expert follows the others: every token has it in its last slot.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 Scoring = Literal["softmax", "softmax_of_chosen", "sigmoid"]
+Shared = Literal["none", "plain", "gated"]  # weight of the shared expert: 1, or the sigmoid of a last logit
 
 MIN_BLOCK_ROWS = 8  # columns of the smallest wgmma
 MAX_BLOCK_ROWS = 128
@@ -21,13 +23,14 @@ class Router:
     """How experts are chosen and weighted.
 
     Attributes:
-        num_experts: E.
-        top_k: Experts per token.
+        num_experts: E, without a shared expert.
+        top_k: Experts per token, without a shared expert.
         scoring: Scores from logits; `softmax_of_chosen` is a softmax over the chosen experts only.
         renormalize: Divide the weights by their sum.
         scale: Factor of the weights.
         num_groups: Groups of consecutive experts of equal size.
         num_chosen_groups: Experts are chosen in the groups with the largest sums of their two best scores.
+        shared: Whether the shared expert is routed too, as expert E.
     """
 
     num_experts: int
@@ -37,6 +40,7 @@ class Router:
     scale: float = 1.0
     num_groups: int = 1
     num_chosen_groups: int = 1
+    shared: Shared = "none"
 
     def __post_init__(self) -> None:
         if not 0 < self.top_k <= self.num_experts:
@@ -54,16 +58,26 @@ class Router:
         """Return whether the weights of the chosen experts sum to `scale`."""
         return self.renormalize or self.scoring == "softmax_of_chosen"
 
+    @property
+    def num_shared(self) -> int:
+        """Return 1 with a shared expert, otherwise 0."""
+        return int(self.shared != "none")
+
+    @property
+    def num_logits(self) -> int:
+        """Return the rows of the router's weight: E, and one for the gate of the shared expert."""
+        return self.num_experts + int(self.shared == "gated")
+
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The experts of T tokens, on the device. All shapes depend on T only.
+    """The experts of T tokens, on the device, with k slots each. All shapes depend on T only.
 
     Attributes:
         ids: [T, k], int32, ascending in each row.
         weights: [T, k], float32.
         pairs: [T * k], int32, pairs sorted by (expert, token).
-        offsets: [E + 1], int32, first sorted row of each expert.
+        offsets: [E + 1], int32, first sorted row of each expert; E includes a shared one.
         positions: [T, k], int32, sorted row of each pair: the inverse of `pairs`.
         blocks: [B, 4], int32: owned expert, first sorted row, end of the expert's rows, unused.
         num_blocks: [1], int32, used rows of `blocks`.
@@ -97,23 +111,24 @@ def block_rows_of(num_tokens: int, router: Router) -> int:
 
 def empty_routing(x: Tensor, router: Router, owned: range | None) -> Routing:
     """Allocate the uninitialized routing of x [T, ...]."""
-    num_tokens, top_k = len(x), router.top_k
-    num_pairs, block_rows = num_tokens * top_k, block_rows_of(num_tokens, router)
-    max_blocks = min(num_pairs, router.num_experts)
+    num_tokens, num_slots = len(x), router.top_k + router.num_shared
+    num_chosen, block_rows = num_tokens * router.top_k, block_rows_of(num_tokens, router)
+    max_blocks = min(num_chosen, router.num_experts) + router.num_shared * -(-num_tokens // block_rows)
     if num_tokens > block_rows:
-        max_blocks += num_pairs // block_rows
+        max_blocks += num_chosen // block_rows
+    num_experts = router.num_experts + router.num_shared
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return x.new_empty(shape, dtype=dtype)
 
     return Routing(
-        ids=empty(num_tokens, top_k),
-        weights=empty(num_tokens, top_k, dtype=torch.float32),
-        pairs=empty(num_pairs),
-        offsets=empty(router.num_experts + 1),
-        positions=empty(num_tokens, top_k),
+        ids=empty(num_tokens, num_slots),
+        weights=empty(num_tokens, num_slots, dtype=torch.float32),
+        pairs=empty(num_tokens * num_slots),
+        offsets=empty(num_experts + 1),
+        positions=empty(num_tokens, num_slots),
         blocks=empty(max_blocks, BLOCK_FIELDS),
         num_blocks=empty(1),
         block_rows=block_rows,
-        owned=range(router.num_experts) if owned is None else owned,
+        owned=range(num_experts) if owned is None else owned,
     )

@@ -11,7 +11,7 @@ from kernels.moe.activation import Activation, Gate, SquaredRelu, activated_refe
 from kernels.moe.experts import apply_experts_triton, kernel_of
 from kernels.moe.grouped_product import grouped_product, scaled_tiles_of
 from kernels.moe.mxfp4 import pack_mxfp4
-from kernels.moe.reference import apply_experts_reference, choose_reference, route_reference, sort_reference
+from kernels.moe.reference import apply_experts_reference, choose_reference, route_reference, sort_reference, with_shared
 from kernels.moe.route import route_triton
 from kernels.moe.routing import Router, Routing
 from kernels.moe.weights import ExpertProduct, Int4Experts, ScaledExperts, pack_int4
@@ -26,6 +26,8 @@ ROUTERS = {
     "groups": Router(
         num_experts=24, top_k=4, scoring="sigmoid", renormalize=True, scale=1.5, num_groups=6, num_chosen_groups=2
     ),
+    "shared": Router(num_experts=16, top_k=3, scoring="sigmoid", scale=1.5, shared="plain"),
+    "gated shared": Router(num_experts=16, top_k=3, renormalize=True, shared="gated"),
 }
 ACTIVATIONS: dict[str, Activation] = {
     "silu": Gate(),
@@ -52,12 +54,13 @@ def assert_same_lists(found: Routing, expected: Routing) -> None:
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 @pytest.mark.parametrize("num_tokens", [1, 3, 20, 50])
 def test_route_equals_the_reference(router: Router, num_tokens: int) -> None:
-    x, weight = random(num_tokens, 72), random(router.num_experts, 72, seed=1) * 0.2
+    x, weight = random(num_tokens, 72), random(router.num_logits, 72, seed=1) * 0.2
     bias = random(router.num_experts, seed=2)
     correction = random(router.num_experts, seed=3) * 0.1 if router.scoring == "sigmoid" else None
     found = route_triton(x, weight, router, bias, correction)
-    exact = x.double() @ weight.double().T + bias.double()
-    ids, weights = choose_reference(exact, router, correction)
+    logits = x.double() @ weight.double().T
+    chosen = logits[:, : router.num_experts] + bias.double()
+    ids, weights = with_shared(*choose_reference(chosen, router, correction), logits, router)
     assert_same_lists(found, sort_reference(x, ids, weights.float(), router))
     assert torch.allclose(found.weights.double(), weights, rtol=1e-5)
 
@@ -73,8 +76,8 @@ def test_route_of_ties_takes_the_lower_id(num_tokens: int) -> None:
 
 
 def test_route_has_the_same_bits_in_any_batch() -> None:
-    router = Router(num_experts=9, top_k=4, renormalize=True)
-    x, weight = random(520, 72), random(9, 72, seed=1)
+    router = Router(num_experts=9, top_k=4, renormalize=True, shared="gated")
+    x, weight = random(520, 72), random(10, 72, seed=1)
     together = route_triton(x, weight, router)
     for num_tokens in (3, 40):
         found = route_triton(x[:num_tokens], weight, router)
@@ -106,7 +109,8 @@ def experts(
     router: Router, hidden: int, inner: int, dtype: torch.dtype, has_bias: bool, activation: Activation
 ) -> list[Any]:
     outputs = num_halves(activation) * inner
-    weights = random(router.num_experts, outputs, hidden, seed=4), random(router.num_experts, hidden, inner, seed=5)
+    num_experts = router.num_experts + router.num_shared
+    weights = random(num_experts, outputs, hidden, seed=4), random(num_experts, hidden, inner, seed=5)
     biases = [random(*weight.shape[:2], seed=6).to(dtype) if has_bias else None for weight in weights]
     return [
         ExpertProduct((weight * weight.shape[2] ** -0.5).to(dtype), bias)
@@ -120,10 +124,10 @@ def experts(
 def test_experts_equal_float64(
     num_tokens: int, hidden: int, inner: int, dtype: torch.dtype, activation: Activation
 ) -> None:
-    router = Router(num_experts=6, top_k=2, renormalize=True)
+    router = Router(num_experts=6, top_k=2, renormalize=True, shared="gated")
     x = random(num_tokens, hidden).to(dtype)
     first, down = experts(router, hidden, inner, dtype, activation != Gate(), activation)
-    routing = route_triton(x, random(6, hidden, seed=1).to(dtype), router)
+    routing = route_triton(x, random(7, hidden, seed=1).to(dtype), router)
     found = apply_experts_triton(x, routing, first, down, activation)
     exact = apply_experts_reference(x.double(), routing, first, down, activation)
     # Gate, up, their product and each expert's result are rounded, besides the sum.
