@@ -25,10 +25,14 @@ from engine_worker.model.weights import RandomWeights
 from shared.messages import SamplingParams
 
 ROWS = (1, 8, 32, 256)
-# Where a device chooses experts: module, function, and its result's experts [T, k].
-_CHOICES: dict[str, tuple[str, str, Callable[[Any], Tensor]]] = {
-    "cpu": ("engine_worker.model.quantization.experts_cpu", "choose", lambda found: found[0]),
-    "cuda": ("engine_worker.model.quantization.experts_cuda", "route", lambda found: found.ids),
+# Where a device chooses experts: module, function, and the experts [T, k] in its result, without a shared one.
+_CHOICES: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
+    "cpu": ("engine_worker.model.quantization.experts_cpu", "choose", lambda found, *_: found[0]),
+    "cuda": (
+        "engine_worker.model.quantization.experts_cuda",
+        "route",
+        lambda found, _x, _weight, router, *_: found.ids[:, : router.top_k],
+    ),
 }
 
 
@@ -73,7 +77,7 @@ def seeded_routers(values: RouterValues, names: NamesSpec, device_type: str) -> 
     def counted(*arguments: Any) -> Any:
         found = chosen_by(*arguments)
         if counts.is_counting:
-            counts.chosen.append(ids_of(found).clone())
+            counts.chosen.append(ids_of(found, *arguments).clone())
         return found
 
     def weights(device: torch.device, dtype: torch.dtype) -> SeededRouters:

@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from bench.kernel.cases import Check, Error, measure_error, poisoned, rounding_tolerance, same_bits
-from bench.kernel.expert_layers import GPT_OSS, QWEN3, QWEN3_INT4, ExpertLayer, ExpertModel, random_layer
+from bench.kernel.expert_layers import GPT_OSS, QWEN3, QWEN3_INT4, QWEN35_MOE, ExpertLayer, ExpertModel, random_layer
 from bench.kernel.fp8_checks import random_weight as random_fp8_weight
 from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.moe.activation import Gate, SquaredRelu, activated_reference, num_halves
 from kernels.moe.combine import combine
 from kernels.moe.grouped_product import grouped_product, scaled_tiles_of, tiles_of
-from kernels.moe.reference import apply_experts_reference, choose_reference, sort_reference
+from kernels.moe.reference import apply_experts_reference, choose_reference, sort_reference, with_shared
 from kernels.moe.route import route
 from kernels.moe.routing import Router, Routing
 from kernels.moe.weights import ExpertProduct, ScaledExperts
@@ -20,6 +20,7 @@ ROWS = (1, 7, 16, 40, 300)
 SMALL = {
     "small bf16": ExpertModel(192, 128, Router(num_experts=5, top_k=2), Gate(kind="gelu_tanh"), "bf16", has_bias=True),
     "small squared relu": ExpertModel(192, 128, Router(num_experts=5, top_k=2), SquaredRelu(), "bf16", has_bias=True),
+    "small shared": ExpertModel(192, 128, Router(num_experts=5, top_k=2, shared="plain"), Gate(), "bf16"),
     "small mxfp4": ExpertModel(128, 192, Router(num_experts=3, top_k=1), Gate(), "mxfp4"),
     "small awq": ExpertModel(192, 160, Router(num_experts=5, top_k=2), Gate(kind="gelu_tanh"), "awq", has_bias=True),
     "small awq squared relu": ExpertModel(192, 160, Router(num_experts=5, top_k=2), SquaredRelu(), "awq"),
@@ -30,6 +31,7 @@ CHECKED = {
     "gpt-oss-20b mxfp4": GPT_OSS,
     "qwen3-30b-a3b bf16": QWEN3,
     "qwen3-30b-a3b int4": QWEN3_INT4,
+    "qwen3.5-35b-a3b bf16": QWEN35_MOE,
 }
 
 
@@ -56,15 +58,16 @@ def check_experts(model: ExpertModel, num_rows: int) -> Check:
 def _routing_errors(layer: ExpertLayer, x: Tensor) -> list[Error]:
     """Compare weights with float64, and lists with those of the same ids."""
     found = layer.route(x)
-    logits = x.double() @ layer.router_weight.double().T
+    router, logits = layer.model.router, x.double() @ layer.router_weight.double().T
+    chosen = logits[:, : router.num_experts]
     if layer.router_bias is not None:
-        logits += layer.router_bias.double()
+        chosen += layer.router_bias.double()
     # Logits closer than their error may be exchanged: weights are compared in descending order.
-    _, weights = choose_reference(logits, layer.model.router)
+    _, weights = with_shared(*choose_reference(chosen, router), logits, router)
     found_weights, exact_weights = (
         values.sort(dim=-1, descending=True).values.double() for values in (found.weights, weights)
     )
-    expected = sort_reference(x, found.ids.long(), found.weights, layer.model.router)
+    expected = sort_reference(x, found.ids.long(), found.weights, router)
     used = int(expected.num_blocks)
     return [
         measure_error(found_weights, exact_weights, 1e-4),

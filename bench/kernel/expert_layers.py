@@ -1,4 +1,4 @@
-"""Layers of experts for the checks and benchmarks: sizes of three models, random weights and routers."""
+"""Layers of experts for the checks and benchmarks: sizes of several models, random weights and routers."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -47,12 +47,14 @@ QWEN3_INT4 = replace(QWEN3, format="int4")
 NEMOTRON3 = ExpertModel(
     2688, 1856, Router(num_experts=128, top_k=6, scoring="sigmoid", renormalize=True, scale=2.5), SquaredRelu(), "bf16"
 )
+QWEN35_MOE = ExpertModel(2048, 512, Router(num_experts=256, top_k=8, renormalize=True, shared="gated"), Gate(), "bf16")
 MODELS = {
     "gpt-oss-20b mxfp4": GPT_OSS,
     "qwen3-30b-a3b bf16": QWEN3,
     "qwen3-30b-a3b fp8": QWEN3_FP8,
     "qwen3-30b-a3b int4": QWEN3_INT4,
     "nemotron-3-nano-30b-a3b bf16": NEMOTRON3,
+    "qwen3.5-35b-a3b fp8": replace(QWEN35_MOE, format="fp8"),
 }
 
 
@@ -73,7 +75,8 @@ class ExpertLayer:
 
 def random_layer(model: ExpertModel, generator: torch.Generator) -> ExpertLayer:
     """Make a layer whose outputs have magnitudes near 1."""
-    experts, device = model.router.num_experts, generator.device
+    router, device = model.router, generator.device
+    experts = router.num_experts + router.num_shared
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device, generator=generator)
@@ -84,8 +87,8 @@ def random_layer(model: ExpertModel, generator: torch.Generator) -> ExpertLayer:
 
     return ExpertLayer(
         model,
-        random(experts, model.hidden) * model.hidden**-0.5,
-        random(experts) * 0.1 if model.has_bias else None,
+        random(router.num_logits, model.hidden) * model.hidden**-0.5,
+        random(router.num_experts) * 0.1 if model.has_bias else None,
         product(model.inner, model.hidden, num_halves(model.activation)),
         product(model.hidden, model.inner, 1),
     )

@@ -5,9 +5,10 @@ weights are fused, packed, scaled or tiled. `Linear.scaling` tells how a layer q
 computes them can quantize them.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -87,7 +88,13 @@ class Head(Protocol):
 
 
 class Experts(Protocol):
-    """The routed experts of a layer, with their router."""
+    """The routed experts of a layer, with their router.
+
+    Attributes:
+        has_shared: They include the shared expert of ExpertsLoad.
+    """
+
+    has_shared: bool
 
     @property
     def scaling(self) -> Scaling: ...
@@ -114,6 +121,19 @@ class RouterWeights:
     correction_bias: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """A shared expert of the same sizes as the others.
+
+    Attributes:
+        linears: Its first layer and down.
+        gate: [H], the weight of the gate of its output, or None.
+    """
+
+    linears: tuple[LinearSpec, LinearSpec]
+    gate: Tensor | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertsLoad:
     """What the experts of a layer are loaded from.
@@ -125,6 +145,7 @@ class ExpertsLoad:
         prefix: Prefix of the layer's names.
         hidden: H.
         has_down_bias: This rank adds the bias of down.
+        shared: The shared expert, which a method may compute as one of the others; None: there is no such one.
     """
 
     spec: ExpertsSpec
@@ -133,6 +154,23 @@ class ExpertsLoad:
     prefix: str
     hidden: int
     has_down_bias: bool
+    shared: SharedExpert | None = None
+
+    @property
+    def all_linears(self) -> list[tuple[LinearSpec, LinearSpec]]:
+        """Return the layers of the experts, and of the shared one."""
+        of_shared = [] if self.shared is None else [self.shared.linears]
+        return [self.linears(expert) for expert in self.spec.experts] + of_shared
+
+    def in_one_format(self, scheme_of: Callable[[str], object]) -> Self:
+        """Return the load without the shared expert if its weights are stored in another way than those of the rest."""
+        if self.shared is None:
+            return self
+        first = self.linears(self.spec.experts.start)
+        schemes = [
+            [{scheme_of(name) for name in linear.names} for linear in pair] for pair in (first, self.shared.linears)
+        ]
+        return self if schemes[0] == schemes[1] else replace(self, shared=None)
 
     def linears(self, expert: int) -> tuple[LinearSpec, LinearSpec]:
         """Return the first layer (gate and up, or up) and down of one expert, with the names of StackedExperts."""

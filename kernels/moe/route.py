@@ -448,8 +448,8 @@ def route_triton(
     counts = x.new_empty(num_blocks, router.num_experts, dtype=torch.int8)  # at most 16
     _route_many_kernel[(num_blocks,)](
         x, weight, chains, gates, bias, correction_bias, routing.ids, routing.weights, counts, num_tokens,
-        router.scale, **of_product, **logits, **choice, **common, BLOCK_T=block_t, num_warps=_choosing_warps(block_t * block_e),
-        num_stages=3 if block_e <= 128 else 2,
+        router.scale, **of_product, **logits, **choice, **common, BLOCK_T=block_t,
+        num_warps=_choosing_warps(block_t * block_e), num_stages=3 if block_e <= 128 else 2,
     )  # fmt: skip
     _sort_pairs_kernel[(num_blocks,)](
         routing.ids, counts, *lists, *bounds,

@@ -357,7 +357,7 @@ def experts(model: ExpertModel) -> Callable[[], object]:
         return torch.empty(size, dtype=dtype, device="meta")
 
     def product(num_outputs: int, num_inputs: int, boxes: int) -> ExpertProduct:
-        num_experts = model.router.num_experts
+        num_experts = model.router.num_experts + model.router.num_shared
         if model.format == "bf16":
             return ExpertProduct(empty(num_experts, num_outputs, num_inputs))
         if model.format == "int4":
@@ -373,7 +373,7 @@ def experts(model: ExpertModel) -> Callable[[], object]:
         first, down = product(halves * model.inner, model.hidden, halves), product(model.hidden, model.inner, 1)
         for num_tokens in (1, 32, 256, 2048):  # each way of routing
             x = empty(num_tokens, model.hidden)
-            routing = route_triton(x, empty(model.router.num_experts, model.hidden), model.router)
+            routing = route_triton(x, empty(model.router.num_logits, model.hidden), model.router)
             if model.format in {"bf16", "int4"}:
                 apply_experts_triton(x, routing, first, down, model.activation)
             for weights, activation in ((first, model.activation), (down, None)):

@@ -1,4 +1,7 @@
-"""A mixture of experts with its shared expert: an MLP of a layer."""
+"""A mixture of experts with its shared expert: an MLP of a layer.
+
+A method may compute a shared expert as one of the others. Otherwise it is an MLP of its own.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,10 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine_worker.model.linear import Experts, ExpertsLoad, Input, RouterWeights
-from engine_worker.model.parts.mlp import DenseMlp, load_dense_mlp
+from engine_worker.model.linear import Experts, ExpertsLoad, Input, RouterWeights, SharedExpert
+from engine_worker.model.parts.mlp import DenseMlp, linears_of, load_dense_mlp
 from engine_worker.model.parts.source import LayerSource
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, shared_names
+from engine_worker.model.specs.mlp import MlpSpec
 from engine_worker.model.tensor_parallel import SINGLE
 from kernels.moe.shared_gate import add_gated
 from kernels.scaled import plain_rows
@@ -51,6 +55,10 @@ def load_mixture(spec: ExpertsSpec, source: LayerSource) -> MixtureOfExperts:
         ValueError: If a tensor is missing or has another shape.
     """
     names, hidden = source.names, source.norm.size
+    gate = None
+    if spec.shared_gate:
+        gate = source.weights.get(f"{source.prefix}{names.experts.shared_gate}.weight", (1, hidden)).flatten()
+    of_shared = replace(source, names=shared_names(names), is_summed=False)
     load = ExpertsLoad(
         spec=spec,
         router=_router(spec.router, source),
@@ -58,14 +66,21 @@ def load_mixture(spec: ExpertsSpec, source: LayerSource) -> MixtureOfExperts:
         prefix=source.prefix,
         hidden=hidden,
         has_down_bias=spec.bias,
+        shared=_shared_like_others(spec, gate, of_shared),
     )
     experts = source.method.experts(load, source.weights)
-    shared = gate = None
-    if spec.shared is not None:
-        shared = load_dense_mlp(spec.shared, replace(source, names=shared_names(names), is_summed=False))
-    if spec.shared_gate:
-        gate = source.weights.get(f"{source.prefix}{names.experts.shared_gate}.weight", (1, hidden)).flatten()
+    shared = None
+    if spec.shared is not None and not experts.has_shared:
+        shared = load_dense_mlp(spec.shared, of_shared)
     return MixtureOfExperts(experts, shared, gate, source.reduce if source.is_summed else SINGLE.all_reduce)
+
+
+def _shared_like_others(spec: ExpertsSpec, gate: Tensor | None, source: LayerSource) -> SharedExpert | None:
+    """Return the shared expert if it differs from the others in its weights only, and each rank has a part of all."""
+    like_others = MlpSpec(intermediate_size=spec.inner, bias=spec.bias, gate=spec.gate)
+    if spec.shared != like_others or spec.bias or spec.owned is not None:
+        return None
+    return SharedExpert(linears_of(spec.shared, source), gate)
 
 
 def _router(spec: RouterSpec, source: LayerSource) -> RouterWeights:

@@ -43,6 +43,12 @@ def load_dense_mlp(spec: MlpSpec, source: LayerSource) -> DenseMlp:
     Raises:
         ValueError: If a tensor is missing or has another shape.
     """
+    first, down = (source.method.load(linear, source.weights) for linear in linears_of(spec, source))
+    return PlainMlp(first, down) if spec.gate is None else GatedMlp(first, down, spec.gate)
+
+
+def linears_of(spec: MlpSpec, source: LayerSource) -> tuple[LinearSpec, LinearSpec]:
+    """Return the first layer and down."""
     role, outputs = spec.entry
     first = LinearSpec(
         role=role,
@@ -59,5 +65,4 @@ def load_dense_mlp(spec: MlpSpec, source: LayerSource) -> DenseMlp:
         bias=spec.bias,
         is_summed=source.is_summed,
     )
-    layers = source.method.load(first, source.weights), source.method.load(down, source.weights)
-    return PlainMlp(*layers) if spec.gate is None else GatedMlp(*layers, spec.gate)
+    return first, down

@@ -34,8 +34,13 @@ class StackedExperts:
     def get(
         self, name: str, shape: tuple[int, ...], part: Part | None = None, dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return the tensor of one expert, [outputs, inputs] or [outputs], with gate rows before up rows."""
+        """Return the tensor of one expert, [outputs, inputs] or [outputs], with gate rows before up rows.
+
+        Other names are those of the shared expert, which has tensors of its own.
+        """
         stacked, expert, kind = name.rsplit(".", 2)
+        if stacked not in self._biases:
+            return self._source.get(name, shape, part, dtype)
         spec, is_weight = self._load.spec, kind == "weight"
         whole = spec.stacked_shape(*shape) if is_weight else (len(spec.experts), *shape)
         tensor = self._whole(stacked if is_weight else self._biases[stacked], whole)[int(expert) - spec.experts.start]

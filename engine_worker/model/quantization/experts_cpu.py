@@ -54,6 +54,7 @@ class LoopedExperts:
     """The experts of one layer."""
 
     scaling = Scaling.NONE
+    has_shared = False
 
     def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: list[tuple[Linear, Linear]]) -> None:
         """Hold the experts; `experts` has the first and the second layer of each expert of this rank."""

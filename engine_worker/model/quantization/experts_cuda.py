@@ -20,6 +20,7 @@ from kernels.moe.activation import Activation, Gate, SquaredRelu
 from kernels.moe.experts import apply_experts, kernel_of
 from kernels.moe.list_product import is_hopper
 from kernels.moe.route import route
+from kernels.moe.routing import Shared
 from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
 from kernels.scaled import Scaling, plain_rows
 
@@ -34,13 +35,13 @@ class CudaExperts:
     def __init__(
         self, load: ExpertsLoad, source: WeightSource, read: Callable[[list[LinearSpec], WeightSource], ExpertWeight]
     ) -> None:
-        """Load all experts; `read` makes one weight of the linear layers of all experts."""
+        """Load all experts, also a shared one; `read` makes one weight of the linear layers of all experts."""
         spec, weights = load.spec, expert_source(load, source)
-        self._router = load.router
-        self._values, self._activation = router_of(spec.router), _activation(spec.gate)
+        self._router, self._weight = load.router, _router_weight(load)
+        self._values, self._activation = router_of(spec.router, _shared(load)), _activation(spec.gate)
         self._owned = None if spec.owned is None else spec.experts
-        linears = [load.linears(expert) for expert in spec.experts]
-        products = ([first for first, _ in linears], [down for _, down in linears])
+        self.has_shared = load.shared is not None
+        products = ([first for first, _ in load.all_linears], [down for _, down in load.all_linears])
         self._first, self._down = (ExpertProduct(read(each, weights), _biases(each, weights)) for each in products)
         self.scaling = _scaling(self._first.weight)
         is_gated, on_hopper = spec.gate is not None, is_hopper(load.router.weight.device)
@@ -52,8 +53,22 @@ class CudaExperts:
 
     def __call__(self, x: Input) -> Tensor:
         router = self._router
-        routing = route(plain_rows(x), router.weight, self._values, router.bias, router.correction_bias, self._owned)
+        routing = route(plain_rows(x), self._weight, self._values, router.bias, router.correction_bias, self._owned)
         return apply_experts(x, routing, self._first, self._down, self._activation)
+
+
+def _router_weight(load: ExpertsLoad) -> Tensor:
+    """Return [E, H], and the gate of the shared expert as a last row."""
+    weight = load.router.weight
+    if load.shared is None or load.shared.gate is None:
+        return weight
+    return torch.cat((weight, load.shared.gate[None]))
+
+
+def _shared(load: ExpertsLoad) -> Shared:
+    if load.shared is None:
+        return "none"
+    return "plain" if load.shared.gate is None else "gated"
 
 
 @cache

@@ -57,6 +57,7 @@ class GroupedExperts:
     """The experts of one layer."""
 
     scaling = Scaling.NONE
+    has_shared = False
 
     def __init__(self, packed: PackedExperts, looped: LoopedExperts, max_tokens: int) -> None:
         """Use one call for steps of at most `max_tokens`."""

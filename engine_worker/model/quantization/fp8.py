@@ -55,7 +55,8 @@ class Fp8Method:
 
     def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
         """Load fp8 experts; all of a layer stay in 16 bits if one of them must."""
-        linears = [linear for expert in load.spec.experts for linear in load.linears(expert)]
+        load = load.in_one_format(self._format.scheme_of)
+        linears = [linear for pair in load.all_linears for linear in pair]
         reasons = {self._why_dense(linear) for linear in linears}
         if reasons != {None}:
             logger.info("%s: dequantized to 16 bits: %s", load.prefix + load.names.down, max(filter(None, reasons)))

@@ -69,7 +69,8 @@ class Int4Method:
         return W4Linear(weight, bias, is_deterministic=self._is_deterministic)
 
     def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
-        linears = [linear for expert in load.spec.experts for linear in load.linears(expert)]
+        load = load.in_one_format(self._format.scheme_of)
+        linears = [linear for pair in load.all_linears for linear in pair]
         schemes = [self._format.scheme_of(name) for linear in linears for name in linear.names]
         first = schemes[0]
         if not isinstance(first, Int4Scheme):

@@ -7,6 +7,7 @@ dequantized while they load.
 
 import logging
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -84,7 +85,8 @@ class Mxfp4Method:
         if self._device_type == "cuda":
             from engine_worker.model.quantization.experts_cuda import CudaExperts  # noqa: PLC0415 - imports triton
 
-            return CudaExperts(load, source, lambda linears, _: _packed(load, source, linears[0].role))
+            routed = replace(load, shared=None)  # it would be in 16 bits
+            return CudaExperts(routed, source, lambda linears, _: _packed(load, source, linears[0].role))
         return _on_cpu(load, source)
 
 

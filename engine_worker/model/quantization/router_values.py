@@ -1,10 +1,10 @@
 """The values of a router as the kernels of every device take them."""
 
 from engine_worker.model.specs.experts import RouterSpec
-from kernels.moe.routing import Router
+from kernels.moe.routing import Router, Shared
 
 
-def router_of(spec: RouterSpec) -> Router:
+def router_of(spec: RouterSpec, shared: Shared = "none") -> Router:
     """Return the values of `spec`; its biases are weights."""
     return Router(
         num_experts=spec.num_experts,
@@ -14,4 +14,5 @@ def router_of(spec: RouterSpec) -> Router:
         scale=spec.scale,
         num_groups=spec.num_groups,
         num_chosen_groups=spec.num_chosen_groups,
+        shared=shared,
     )

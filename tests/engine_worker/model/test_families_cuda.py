@@ -81,12 +81,13 @@ def test_greedy_tokens_on_the_gpu_match_transformers(name: str, tmp_path: Path) 
             assert worst < FP32_MARGIN, (way, request.request_id)
 
 
-def test_graphs_change_no_token_of_a_hybrid_with_fp8_experts(tmp_path: Path) -> None:
-    """In graphs the shared expert runs beside the routed ones; norms give the router plain and experts fp8 rows."""
+@pytest.mark.parametrize("inner_of_shared", [128, 256])
+def test_graphs_change_no_token_of_a_hybrid_with_fp8_experts(tmp_path: Path, inner_of_shared: int) -> None:
+    """Norms give the router plain rows, and experts fp8 rows. A wider shared expert runs beside the others in graphs."""
     sizes = {
         "hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4, "linear_key_head_dim": 64,
         "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 12,
-        "num_experts_per_tok": 3, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 128, "shared_expert_intermediate_size": inner_of_shared,
     }  # fmt: skip
     directory = write_family(tmp_path, Case("qwen3_5_moe_text", sizes))
     transcripts = []

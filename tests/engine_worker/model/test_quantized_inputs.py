@@ -21,6 +21,8 @@ ROWS = replace(quantize_rows_reference(PLAIN), plain=PLAIN)
 class RecordingLayer:
     """A linear layer, or experts, that keeps its input."""
 
+    has_shared = False
+
     def __init__(self, scaling: Scaling) -> None:
         self.scaling, self.given = scaling, list[Input]()
 

@@ -11,7 +11,13 @@ from kernels.moe.activation import Activation, Gate, SquaredRelu, activated_refe
 from kernels.moe.experts import apply_experts_triton, kernel_of
 from kernels.moe.grouped_product import grouped_product, scaled_tiles_of
 from kernels.moe.mxfp4 import pack_mxfp4
-from kernels.moe.reference import apply_experts_reference, choose_reference, route_reference, sort_reference, with_shared
+from kernels.moe.reference import (
+    apply_experts_reference,
+    choose_reference,
+    route_reference,
+    sort_reference,
+    with_shared,
+)
 from kernels.moe.route import route_triton
 from kernels.moe.routing import Router, Routing
 from kernels.moe.weights import ExpertProduct, Int4Experts, ScaledExperts, pack_int4
