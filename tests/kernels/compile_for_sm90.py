@@ -23,7 +23,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from bench.kernel.expert_layers import GPT_OSS, QWEN3, QWEN3_INT4, ExpertModel
+from bench.kernel.expert_layers import GPT_OSS, QWEN3, QWEN3_INT4, QWEN35_MOE, ExpertModel
 from bench.kernel.linear_shapes import MODELS, linear_shapes_of
 from kernels.all_reduce import MAX_BLOCKS, MEMORY_BYTES, Exchange, all_reduce_two
 from kernels.attention.decode import attend_decode
@@ -502,6 +502,7 @@ def main(part: int, num_parts: int) -> None:
         "experts gpt-oss-20b mxfp4": experts(GPT_OSS),
         "experts qwen3-30b-a3b bf16": experts(QWEN3),
         "experts qwen3-30b-a3b int4 bf16": experts(QWEN3_INT4),
+        "experts qwen3.5-35b-a3b bf16": experts(QWEN35_MOE),
         "sums of two": summing,
         "sums and norms bf16": summing_and_norming,
         "unpacking": unpacking,

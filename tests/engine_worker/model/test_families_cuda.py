@@ -83,7 +83,7 @@ def test_greedy_tokens_on_the_gpu_match_transformers(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("inner_of_shared", [128, 256])
 def test_graphs_change_no_token_of_a_hybrid_with_fp8_experts(tmp_path: Path, inner_of_shared: int) -> None:
-    """Norms give the router plain rows, and experts fp8 rows. A wider shared expert runs beside the others in graphs."""
+    """Norms give the router plain rows, and experts fp8. In graphs, a wide shared expert runs beside the others."""
     sizes = {
         "hidden_size": 256, "head_dim": 64, "num_hidden_layers": 4, "linear_key_head_dim": 64,
         "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 12,

@@ -57,9 +57,8 @@ class Remembered(RandomWeights):
 
     def get(self, name: str, shape: tuple[int, ...], *options: Any, **named: Any) -> Tensor:
         if name not in self._remembered:
-            self._remembered[name] = (
-                torch.randn(shape, generator=torch.Generator().manual_seed(len(self._remembered))) * 0.3
-            )
+            generator = torch.Generator().manual_seed(len(self._remembered))
+            self._remembered[name] = torch.randn(shape, generator=generator) * 0.3
         assert self._remembered[name].shape == shape
         return self._remembered[name]
 
