@@ -13,7 +13,7 @@ from torch.profiler import profile as torch_profile
 from bench.engine.sections import Bench
 from bench.engine.session import RunLog
 
-CASES = ((1, 1024), (32, 1024), (256, 1024))
+CASES = ((1, 1024), (8, 1024), (32, 1024), (256, 1024))
 FIRST_STEP, NUM_STEPS = 20, 16  # of the steps in which the whole batch decodes
 NUM_KERNELS = 24
 FIRST_KERNEL = "_unpack_inputs_kernel"  # first kernel of every step on a CUDA device

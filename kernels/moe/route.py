@@ -1,14 +1,12 @@
-"""Choose the experts of each token and sort the pairs: one to three launches, no host synchronization.
+"""Choose the experts of each token and sort the pairs: two or three launches, no atomics, no host synchronization.
 
 Logits of up to 512 tokens are computed in quarters, by many programs; those of more tokens by the programs that choose.
-Up to 8 tokens, the program that ends last chooses and sorts. For more, each program of the next launch chooses the
-experts of a few tokens and counts them, and each of the last places their pairs: at 64 tokens and 256 experts one
-program would take 49 us (H200).
+Up to 8 tokens, one program chooses and sorts. For more, each program chooses the experts of a few tokens and counts
+them, and each of the last launch places their pairs: at 64 tokens and 256 experts one program would take 49 us (H200).
 The sums of a logit have one order for any T. Of equal scores the lower id is chosen. A shared expert costs no lane of
 the choice: its pairs follow all others, and its gate is one more logit.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -234,11 +232,9 @@ def _store_chosen(
 
 @triton.jit
 def _sum_of_chains(first, size, inside):
-    """Return the sum of four chains, `size` elements apart. Other programs of the launch may have stored them."""
-    a = tl.load(first, mask=inside, other=0.0, cache_modifier=".cg")
-    b = tl.load(first + size, mask=inside, other=0.0, cache_modifier=".cg")
-    c = tl.load(first + 2 * size, mask=inside, other=0.0, cache_modifier=".cg")
-    d = tl.load(first + 3 * size, mask=inside, other=0.0, cache_modifier=".cg")
+    """Return the sum of four chains that are `size` elements apart."""
+    a, b = tl.load(first, mask=inside, other=0.0), tl.load(first + size, mask=inside, other=0.0)
+    c, d = tl.load(first + 2 * size, mask=inside, other=0.0), tl.load(first + 3 * size, mask=inside, other=0.0)
     return (a + b) + (c + d)
 
 
@@ -254,59 +250,43 @@ def _load_logits(
     return _with_bias(_sum_of_chains(first, num_tokens * NUM_LOGITS, inside), bias, NUM_EXPERTS, BLOCK_E)
 
 
-@triton.jit
-def _store_chain(
-    x, weight, chains, num_tokens,
-    HIDDEN: tl.constexpr, NUM_LOGITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_K: tl.constexpr, WIDENS: tl.constexpr,
-):  # fmt: skip
-    """Sum every fourth BLOCK_K inputs of the logits of program (logits, tokens, chain)."""
-    logits = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
-    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    chain = tl.program_id(2)
-    total = tl.zeros([BLOCK_T, BLOCK_L], tl.float32)
-    for first in range(0, HIDDEN, 4 * BLOCK_K):
-        total = _product(
-            x, weight, tokens, logits, first + chain * BLOCK_K, num_tokens, total,
-            HIDDEN, NUM_LOGITS, BLOCK_K, WIDENS,
-        )  # fmt: skip
-    inside = (tokens < num_tokens)[:, None] & (logits < NUM_LOGITS)[None, :]
-    target = chains + (chain * num_tokens + tokens[:, None]) * NUM_LOGITS + logits[None, :]
-    tl.store(target, total, mask=inside)
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_chains_kernel(
     x, weight, chains, num_tokens,
-    HIDDEN: tl.constexpr, NUM_LOGITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_L: tl.constexpr,
+    HIDDEN: tl.constexpr, NUM_LOGITS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_K: tl.constexpr, WIDENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    """Run program (logits, tokens, chain): sum every fourth BLOCK_K inputs of its logits."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    _store_chain(x, weight, chains, num_tokens, HIDDEN, NUM_LOGITS, BLOCK_T, BLOCK_L, BLOCK_K, WIDENS)
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    chain = tl.program_id(2)
+    total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
+    for first in range(0, HIDDEN, 4 * BLOCK_K):
+        total = _product(
+            x, weight, tokens, experts, first + chain * BLOCK_K, num_tokens, total,
+            HIDDEN, NUM_LOGITS, BLOCK_K, WIDENS,
+        )  # fmt: skip
+    inside = (tokens < num_tokens)[:, None] & (experts < NUM_LOGITS)[None, :]
+    target = chains + (chain * num_tokens + tokens[:, None]) * NUM_LOGITS + experts[None, :]
+    tl.store(target, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "first_owned", "end_owned"])
 def _route_few_kernel(
-    x, weight, chains, arrivals, gates, bias, correction_bias, ids, weights, pairs, offsets, positions, blocks,
-    num_blocks, num_tokens, first_owned, end_owned, scale,
-    HIDDEN: tl.constexpr, NUM_EXPERTS: tl.constexpr, NUM_LOGITS: tl.constexpr, TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr, GATE_STRIDE: tl.constexpr, IS_SIGMOID: tl.constexpr, DIVIDES_BY_CHOSEN: tl.constexpr,
-    NUM_GROUPS: tl.constexpr, NUM_CHOSEN_GROUPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_K: tl.constexpr,
-    WIDENS: tl.constexpr, DEPENDENT: tl.constexpr,
+    chains, gates, bias, correction_bias, ids, weights, pairs, offsets, positions, blocks, num_blocks,
+    num_tokens, first_owned, end_owned, scale,
+    NUM_EXPERTS: tl.constexpr, NUM_LOGITS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    GATE_STRIDE: tl.constexpr, IS_SIGMOID: tl.constexpr, DIVIDES_BY_CHOSEN: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    NUM_CHOSEN_GROUPS: tl.constexpr, FIELDS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Sum chains; the last program then chooses the experts of all tokens and sorts the pairs."""
+    """Choose the experts of all tokens and sort the pairs, in one program."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
-    _store_chain(x, weight, chains, num_tokens, HIDDEN, NUM_LOGITS, ROWS, BLOCK_L, BLOCK_K, WIDENS)
-    tl.debug_barrier()  # all threads must store before one thread signals the arrival
-    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
-    if arrived < tl.num_programs(0) * tl.num_programs(2) - 1:
-        return
-    tl.store(arrivals, 0)  # for the next layer, which waits for this one
     tokens = tl.arange(0, BLOCK_T)
     values = _load_logits(chains, bias, 0, num_tokens, NUM_EXPERTS, NUM_LOGITS, BLOCK_T, BLOCK_E)
     chosen, values = _choose(
@@ -437,27 +417,23 @@ def route_triton(
         return routing
     of_product, of_choice, common = _constants(x, weight, router)
     block_e = of_choice["BLOCK_E"]
-    is_few, has_chains = num_tokens <= _MAX_SORTED_AT_ONCE, num_tokens <= _MAX_QUARTERED
-    chains = x.new_empty(4, num_tokens, router.num_logits, dtype=torch.float32) if has_chains else None
-    if chains is not None and not is_few:
-        _sum_chains(x, weight, chains, of_product)
-    gates = None if router.shared != "gated" else _gates(x, weight, chains, of_product)
+    chains = _chains(x, weight, of_product) if num_tokens <= _MAX_QUARTERED else None
+    gates = None
+    if router.shared == "gated":
+        gates = (_chains(x, weight[-1:], of_product) if chains is None else chains)[..., -1]
     of_choice["GATE_STRIDE"] = 1 if gates is None else gates.stride(1)
     chosen = routing.ids, routing.weights
     lists = routing.pairs, routing.offsets, routing.positions, routing.blocks, routing.num_blocks
     bounds = num_tokens, routing.owned.start, routing.owned.stop
     sorting = {"FIELDS": BLOCK_FIELDS, "BLOCK_ROWS": routing.block_rows, **common}
-    if is_few:
+    if num_tokens <= _MAX_SORTED_AT_ONCE:
         block_t = triton.next_power_of_2(num_tokens)
-        num_warps = _choosing_warps(block_t * block_e)
-        block_l = num_warps * _logits_of_warp(x)
-        _route_few_kernel[(triton.cdiv(router.num_logits, block_l), 1, 4)](
-            x, weight, chains, _arrivals(x.device), gates, bias, correction_bias, *chosen, *lists, *bounds,
-            router.scale, **of_product, **of_choice, **sorting,
-            ROWS=_BLOCK_T, BLOCK_T=block_t, BLOCK_L=block_l, num_warps=num_warps, num_stages=4,
+        _route_few_kernel[(1,)](
+            chains, gates, bias, correction_bias, *chosen, *lists, *bounds, router.scale,
+            **of_choice, **sorting, BLOCK_T=block_t, num_warps=_choosing_warps(block_t * block_e),
         )  # fmt: skip
         return routing
-    block_t = _CHOSEN_AT_ONCE if has_chains else _BLOCK_T
+    block_t = _BLOCK_T if chains is None else _CHOSEN_AT_ONCE
     num_blocks = triton.cdiv(num_tokens, block_t)
     counts = x.new_empty(num_blocks, router.num_experts, dtype=torch.int8)  # at most 16
     _route_many_kernel[(num_blocks,)](
@@ -491,31 +467,16 @@ def _constants(x: Tensor, weight: Tensor, router: Router) -> tuple[dict[str, Any
     return of_product, of_choice, common
 
 
-def _sum_chains(x: Tensor, weight: Tensor, chains: Tensor, options: dict[str, Any]) -> None:
-    """Store the four chains of each logit to `chains` [4, T, rows of the weight]."""
-    num_logits, block_l = len(weight), _logits_of_warp(x)
-    _route_chains_kernel[(triton.cdiv(num_logits, block_l), triton.cdiv(len(x), _BLOCK_T), 4)](
-        x, weight, chains, len(x), **options, NUM_LOGITS=num_logits, BLOCK_T=_BLOCK_T, BLOCK_L=block_l,
+def _chains(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return the four chains of each logit [4, T, rows of the weight]."""
+    num_tokens, num_logits = len(x), len(weight)
+    chains = x.new_empty(4, num_tokens, num_logits, dtype=torch.float32)
+    few = 16 if x.element_size() == 4 else 8
+    _route_chains_kernel[(triton.cdiv(num_logits, few), triton.cdiv(num_tokens, _BLOCK_T), 4)](
+        x, weight, chains, num_tokens, **options, NUM_LOGITS=num_logits, BLOCK_T=_BLOCK_T, BLOCK_E=few,
         **dependent_launch(x), num_warps=1, num_stages=4,
     )  # fmt: skip
-
-
-def _gates(x: Tensor, weight: Tensor, chains: Tensor | None, options: dict[str, Any]) -> Tensor:
-    """Return the chains [4, T] of the last logit, which `chains` has or gets."""
-    if chains is None:
-        chains = x.new_empty(4, len(x), 1, dtype=torch.float32)
-        _sum_chains(x, weight[-1:], chains, options)
-    return chains[..., -1]
-
-
-def _logits_of_warp(x: Tensor) -> int:
-    return 16 if x.element_size() == 4 else 8
-
-
-@cache
-def _arrivals(device: torch.device) -> Tensor:
-    """Return the counter of arrived programs; zero between layers, which run one after another."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    return chains
 
 
 def _choosing_warps(num_scores: int) -> int:
