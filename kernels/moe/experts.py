@@ -20,7 +20,7 @@ from kernels.scaled import Scaled, plain_rows
 def apply_experts(
     x: Tensor | Scaled, routing: Routing, first: ExpertProduct, down: ExpertProduct, activation: Activation
 ) -> Tensor:
-    """Apply the owned experts of each token and add their weighted results in float32, in one order.
+    """Apply the owned experts of each token and add their weighted results in ascending expert order.
 
     Args:
         x: [T, H], contiguous; for fp8 weights it may be quantized.
