@@ -10,9 +10,9 @@ from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.moe.activation import Gate, SquaredRelu, activated_reference, num_halves
 from kernels.moe.combine import combine
 from kernels.moe.grouped_product import grouped_product, scaled_tiles_of, tiles_of
-from kernels.moe.reference import apply_experts_reference, choose_reference, sort_reference, with_shared
+from kernels.moe.reference import apply_experts_reference, choose_reference, sort_reference
 from kernels.moe.route import route
-from kernels.moe.routing import Router, Routing
+from kernels.moe.routing import Router, Routing, with_shared
 from kernels.moe.weights import ExpertProduct, ScaledExperts
 
 # One token, both forms of the router and of the rows, an uneven last block, and blocks of 128 rows.

@@ -38,6 +38,8 @@ class _Router(ctypes.Structure):
         ("scale", ctypes.c_float),
         ("is_sigmoid", ctypes.c_int32),
         ("renormalizes", ctypes.c_int32),
+        ("has_shared", ctypes.c_int32),
+        ("has_gate", ctypes.c_int32),
     )
 
 
@@ -68,7 +70,8 @@ class PackedExperts:
 
         Args:
             router: How they are chosen: at most MAX_CHOSEN of at most MAX_EXPERTS, which are in one group.
-            experts: The gated first and the second layer of each expert of this rank, in the same shapes and formats.
+            experts: The gated first and the second layer of each expert of this rank, in the same shapes and formats;
+                of a shared one last.
             gate: Activation of the first layers.
             start: The first expert of this rank.
             correction: [E] float32, added to the scores for the choice only.
@@ -89,12 +92,14 @@ class PackedExperts:
         self._choose = getattr(library.functions, f"pagestream_choose_{suffix}")
         self._choose.argtypes = [*(ctypes.c_void_p,) * 2, ctypes.c_int64, *(ctypes.c_void_p,) * 2, ctypes.c_int]
         self._choose.restype = None
-        assert router.num_experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN and router.num_groups == 1
-        self._shape = router.num_experts, router.top_k
+        assert router.num_experts + router.num_shared <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN
+        assert router.num_groups == 1
+        self._shape = router.num_logits, router.top_k + router.num_shared
         self._linears, self._correction = list(experts), correction  # must stay alive: structures hold their addresses
         self._router = _Router(
-            address(correction), *self._shape, router.scale, router.scoring == "sigmoid", router.divides_by_chosen
-        )
+            address(correction), router.num_experts, router.top_k, router.scale, router.scoring == "sigmoid",
+            router.divides_by_chosen, router.num_shared, router.shared == "gated",
+        )  # fmt: skip
         firsts = [first.structure(gate, limits) for first, _ in experts]
         downs = [down.structure() for _, down in experts]
         self._structures = (LinearWeight * len(firsts))(*firsts), (LinearWeight * len(downs))(*downs)
@@ -106,7 +111,7 @@ class PackedExperts:
 
         Args:
             x: [T, H], float32 or bfloat16.
-            logits: [T, E] float32, of the router.
+            logits: [T, E] float32, of the router, and as a last one the gate of a shared expert.
             threads: Default: as many as torch's operators use.
 
         Returns:
@@ -117,9 +122,9 @@ class PackedExperts:
         """
         if x.stride(1) != 1:
             x = x.contiguous()
-        (num_tokens, hidden), (num_experts, top_k) = x.shape, self._shape
-        num_pairs = num_tokens * top_k
-        assert logits.is_contiguous() and logits.shape == (num_tokens, num_experts)
+        (num_tokens, hidden), (num_logits, num_slots) = x.shape, self._shape
+        num_pairs = num_tokens * num_slots
+        assert logits.is_contiguous() and logits.shape == (num_tokens, num_logits)
         memory = torch.empty(4 * num_pairs + 2 * len(self._linears) + 2, dtype=torch.int32)
         inner, outputs = (
             torch.empty(num_pairs, self.inner, dtype=x.dtype),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe.activation import Activation, activated_reference
-from kernels.moe.routing import Router, Routing, empty_routing
+from kernels.moe.routing import Router, Routing, empty_routing, with_shared
 from kernels.moe.weights import ExpertProduct, exact_weight
 
 
@@ -24,14 +24,6 @@ def route_reference(
         chosen += bias.to(exact)
     ids, weights = with_shared(*choose_reference(chosen, router, correction_bias), logits, router)
     return sort_reference(x, ids, weights.float(), router, owned)
-
-
-def with_shared(ids: Tensor, weights: Tensor, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """Return ids and weights [T, k] with those of the shared expert, if there is one; `logits` has its gate last."""
-    if router.shared == "none":
-        return ids, weights
-    of_shared = logits[:, -1:].sigmoid() if router.shared == "gated" else torch.ones_like(weights[:, :1])
-    return torch.cat((ids, torch.full_like(ids[:, :1], router.num_experts)), 1), torch.cat((weights, of_shared), 1)
 
 
 def choose_reference(logits: Tensor, router: Router, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -9,20 +9,16 @@ from collections.abc import Iterator
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from engine_worker.model.linear import (
-    NOTHING_QUANTIZED,
-    ExpertsLoad,
-    Input,
-    Linear,
-    LinearMethod,
-    RouterWeights,
-)
+from engine_worker.model.linear import NOTHING_QUANTIZED, ExpertsLoad, Input, Linear, LinearMethod
 from engine_worker.model.quantization.dense_cpu import cpu_kernel
 from engine_worker.model.quantization.expert_weights import expert_source
-from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, Scoring
+from engine_worker.model.quantization.router_values import router_of, router_weight, shared_of
+from engine_worker.model.specs.experts import RouterSpec, Scoring
 from engine_worker.model.weights import WeightSource
+from kernels.moe.routing import with_shared
 from kernels.scaled import Scaling
 
 logger = logging.getLogger("worker")
@@ -37,11 +33,8 @@ def load_experts(load: ExpertsLoad, source: WeightSource, method: LinearMethod) 
         ValueError: If a tensor is missing or has another shape.
     """
     weights = expert_source(load, source)
-    experts = []
-    for expert in load.spec.experts:
-        first, down = load.linears(expert)
-        experts.append((method.load(first, weights), method.load(down, weights)))
-    return LoopedExperts(load.spec, load.router, experts)
+    experts = [(method.load(first, weights), method.load(down, weights)) for first, down in load.all_linears]
+    return LoopedExperts(load, experts)
 
 
 @cache
@@ -54,21 +47,25 @@ class LoopedExperts:
     """The experts of one layer."""
 
     scaling = Scaling.NONE
-    has_shared = False
 
-    def __init__(self, spec: ExpertsSpec, router: RouterWeights, experts: list[tuple[Linear, Linear]]) -> None:
-        """Hold the experts; `experts` has the first and the second layer of each expert of this rank."""
+    def __init__(self, load: ExpertsLoad, experts: list[tuple[Linear, Linear]]) -> None:
+        """Hold `experts`: the first and the second layer of each expert of this rank, and of a shared one."""
+        spec, router = load.spec, load.router
         self._first, self._gate = spec.experts.start, spec.gate
-        self.experts = experts
+        self.experts, self.has_shared = experts, load.shared is not None
         self._router, self._correction = spec.router, router.correction_bias
-        self._logits = cpu_kernel(router.weight.float(), None if router.bias is None else router.bias.float())
+        self._values, weight = router_of(spec.router, shared_of(load)), router_weight(load)
+        bias = None if router.bias is None else F.pad(router.bias.float(), (0, len(weight) - len(router.bias)))
+        self._logits = cpu_kernel(weight.float(), bias)
 
     def __call__(self, x: Input) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
-        return self.weighted_sum(x, *choose(self.logits(x), self._router, self._correction))
+        logits = self.logits(x)
+        chosen = choose(logits[:, : self._router.num_experts], self._router, self._correction)
+        return self.weighted_sum(x, *with_shared(*chosen, logits, self._values))
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the router's logits [T, E] float32."""
+        """Return the router's logits [T, E] float32, and as a last one the gate of a shared expert."""
         return self._logits(x.float(), torch.float32)
 
     def weighted_sum(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

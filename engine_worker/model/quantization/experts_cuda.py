@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_worker.model.linear import ExpertsLoad, Input, LinearSpec
 from engine_worker.model.quantization.expert_weights import expert_source
-from engine_worker.model.quantization.router_values import router_of
+from engine_worker.model.quantization.router_values import router_of, router_weight, shared_of
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.weights import WeightSource, joined
@@ -20,7 +20,6 @@ from kernels.moe.activation import Activation, Gate, SquaredRelu
 from kernels.moe.experts import apply_experts, kernel_of
 from kernels.moe.list_product import is_hopper
 from kernels.moe.route import route
-from kernels.moe.routing import Shared
 from kernels.moe.weights import ExpertProduct, ExpertWeight, ScaledExperts
 from kernels.scaled import Scaling, plain_rows
 
@@ -37,8 +36,8 @@ class CudaExperts:
     ) -> None:
         """Load all experts, also a shared one; `read` makes one weight of the linear layers of all experts."""
         spec, weights = load.spec, expert_source(load, source)
-        self._router, self._weight = load.router, _router_weight(load)
-        self._values, self._activation = router_of(spec.router, _shared(load)), _activation(spec.gate)
+        self._router, self._weight = load.router, router_weight(load)
+        self._values, self._activation = router_of(spec.router, shared_of(load)), _activation(spec.gate)
         self._owned = None if spec.owned is None else spec.experts
         self.has_shared = load.shared is not None
         products = ([first for first, _ in load.all_linears], [down for _, down in load.all_linears])
@@ -55,20 +54,6 @@ class CudaExperts:
         router = self._router
         routing = route(plain_rows(x), self._weight, self._values, router.bias, router.correction_bias, self._owned)
         return apply_experts(x, routing, self._first, self._down, self._activation)
-
-
-def _router_weight(load: ExpertsLoad) -> Tensor:
-    """Return [E, H], and the gate of the shared expert as a last row."""
-    weight = load.router.weight
-    if load.shared is None or load.shared.gate is None:
-        return weight
-    return torch.cat((weight, load.shared.gate[None]))
-
-
-def _shared(load: ExpertsLoad) -> Shared:
-    if load.shared is None:
-        return "none"
-    return "plain" if load.shared.gate is None else "gated"
 
 
 @cache

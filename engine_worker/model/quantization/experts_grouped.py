@@ -11,7 +11,7 @@ from torch import Tensor
 from engine_worker.model.linear import NOTHING_QUANTIZED, Experts, ExpertsLoad, Input, LinearMethod
 from engine_worker.model.quantization.experts_cpu import LoopedExperts, load_experts, log_loop
 from engine_worker.model.quantization.grouped_linear import GroupedLinear, gate_of
-from engine_worker.model.quantization.router_values import router_of
+from engine_worker.model.quantization.router_values import router_of, shared_of
 from engine_worker.model.specs.experts import RouterSpec
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary
@@ -57,11 +57,11 @@ class GroupedExperts:
     """The experts of one layer."""
 
     scaling = Scaling.NONE
-    has_shared = False
 
     def __init__(self, packed: PackedExperts, looped: LoopedExperts, max_tokens: int) -> None:
         """Use one call for steps of at most `max_tokens`."""
         self._packed, self._looped, self._max_tokens = packed, looped, max_tokens
+        self.has_shared = looped.has_shared
 
     def __call__(self, x: Input) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
@@ -76,14 +76,15 @@ def _packed(load: ExpertsLoad, looped: LoopedExperts) -> PackedExperts | None:
     experts = [_pair(*pair) for pair in looped.experts]
     there = [pair for pair in experts if pair is not None]
     formats = {(first.format, down.format) for first, down in there}
-    is_small = router.num_experts <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN
+    is_small = router.num_experts < MAX_EXPERTS and router.top_k <= MAX_CHOSEN
     if gate is None or router.num_groups > 1 or not is_small:
         return None
     if len(there) < len(experts) or len(formats) != 1 or not _is_right():
         return None
     form, limits = gate_of(gate)
     correction = load.router.correction_bias
-    return PackedExperts(router_of(router), there, form, load.spec.experts.start, correction=correction, limits=limits)
+    values = router_of(router, shared_of(load))
+    return PackedExperts(values, there, form, load.spec.experts.start, correction=correction, limits=limits)
 
 
 def _pair(first: object, down: object) -> tuple[PackedLinear, PackedLinear] | None:

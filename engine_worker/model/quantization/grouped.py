@@ -84,6 +84,9 @@ def _grouped(stored: WeightFormat, numbers: "Numbers", multiplied: LinearMethod)
 class Numbers(Protocol):
     """Where the numbers in groups come from. None: the layer must stay in 16 or 32 bits."""
 
+    def format_of(self, name: str) -> object:
+        """Return how the weight of a layer is stored, to compare with that of others."""
+
     def rows(self, spec: LinearSpec, source: WeightSource) -> GroupedWeight | None:
         """Return the weight of a linear layer, in its row order."""
 
@@ -96,6 +99,9 @@ class RoundedNumbers:
 
     def __init__(self, has_4_bits: bool) -> None:
         self._quantized = quantized_to_4_bits if has_4_bits else quantized
+
+    def format_of(self, name: str) -> object:
+        return None
 
     def rows(self, spec: LinearSpec, source: WeightSource) -> GroupedWeight | None:
         rows = rows_of(spec, source, "weight", (spec.inputs,))
@@ -111,6 +117,9 @@ class StoredNumbers:
 
     def __init__(self, blocks: StoredBlocks) -> None:
         self._blocks = blocks
+
+    def format_of(self, name: str) -> object:
+        return self._blocks.type_of(f"{name}.weight")
 
     def rows(self, spec: LinearSpec, source: WeightSource) -> GroupedWeight | None:
         names = [f"{name}.weight" for name in spec.names]
@@ -132,6 +141,9 @@ class Int4Numbers:
 
     def __init__(self, stored: WeightFormat) -> None:
         self._format = stored
+
+    def format_of(self, name: str) -> object:
+        return self._format.scheme_of(name)
 
     def rows(self, spec: LinearSpec, source: WeightSource) -> GroupedWeight | None:
         schemes = [self._format.scheme_of(name) for name in spec.names]
@@ -179,7 +191,7 @@ class GroupedMethod:
             load_grouped_experts,
         )
 
-        return load_grouped_experts(load, source, self)
+        return load_grouped_experts(load.in_one_format(self._numbers.format_of), source, self)
 
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         numbers = self._numbers.head(weight, name)

@@ -82,11 +82,11 @@ class Mxfp4Method:
     def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
         if self._format.is_dequantized:
             return self._dense.experts(load, DequantizedExperts(source, self._format))
+        load = replace(load, shared=None)  # it would be in 16 bits
         if self._device_type == "cuda":
             from engine_worker.model.quantization.experts_cuda import CudaExperts  # noqa: PLC0415 - imports triton
 
-            routed = replace(load, shared=None)  # it would be in 16 bits
-            return CudaExperts(routed, source, lambda linears, _: _packed(load, source, linears[0].role))
+            return CudaExperts(load, source, lambda linears, _: _packed(load, source, linears[0].role))
         return _on_cpu(load, source)
 
 
@@ -164,7 +164,7 @@ def _on_cpu(load: ExpertsLoad, source: WeightSource) -> Experts:
             for (blocks, scales), spec in zip(weights, specs, strict=True)
         )
         experts.append((first, down))
-    return in_one_call(load, LoopedExperts(load.spec, load.router, experts))
+    return in_one_call(load, LoopedExperts(load, experts))
 
 
 def _linear(blocks: Tensor, scales: Tensor, spec: LinearSpec, bias: Tensor | None) -> Linear:

@@ -3,7 +3,8 @@
 //
 // Experts are known only when the operations run, so there are parts for as many experts as there may be. A token and one
 // of its experts are a pair. Pairs are ordered by expert, so an expert's weights are read once. Every product is that of
-// linear(), and results are added in float32 in the order of the experts: an output depends only on its token.
+// linear(), and results are added in float32 in the order of the experts: an output depends only on its token. A shared
+// expert follows the others, and every token has it in its last slot.
 #pragma once
 
 #include "linear.h"
@@ -19,6 +20,10 @@ struct Router {
     int64_t experts, chosen;
     float scale;
     int32_t is_sigmoid, renormalizes;  // scores are sigmoids, else softmaxes; the weights are divided by their sum
+    int32_t has_shared, has_gate;      // the shared expert's weight is 1, or the sigmoid of a last logit
+
+    int64_t slots() const { return chosen + has_shared; }
+    int64_t logits() const { return experts + has_gate; }
 };
 
 struct Experts {  // of this rank
@@ -28,9 +33,9 @@ struct Experts {  // of this rank
 
 // The experts of all tokens, in memory that is written when the operations run.
 struct Choice {
-    int32_t *experts, *places;  // [tokens, chosen]: ascending experts; the place among the ordered pairs, or -1
-    float* weights;             // [tokens, chosen]
-    int32_t* pairs;             // [tokens * chosen]: this rank's, by expert
+    int32_t *experts, *places;  // [tokens, slots]: ascending experts; the place among the ordered pairs, or -1
+    float* weights;             // [tokens, slots]
+    int32_t* pairs;             // [tokens * slots]: this rank's, by expert
     int32_t *hit, *ends;        // [count]: the experts with pairs, and where their pairs end
     int32_t* sizes;             // the number of hit experts, and of pairs
 };
@@ -78,6 +83,9 @@ inline void choose(const Router& router, const float* logits, int32_t* experts, 
     for (int64_t i = 0; i < router.chosen; i++) sum += scores[experts[i]];
     for (int64_t i = 0; i < router.chosen; i++)
         weights[i] = scores[experts[i]] / (router.renormalizes ? sum : 1.0f) * router.scale;
+    if (!router.has_shared) return;
+    experts[router.chosen] = (int32_t)router.experts;
+    weights[router.chosen] = router.has_gate ? 1.0f / (1.0f + exponential(-logits[router.experts])) : 1.0f;
 }
 
 // Order the pairs by expert.
@@ -129,13 +137,13 @@ inline float value_at(const void* from, int64_t index, int type) {
 }
 
 // Columns `first` to `end` of the weighted sum of a token's experts.
-inline void add_experts(const Choice& choice, int64_t token, int64_t chosen, const void* outputs, int64_t width,
+inline void add_experts(const Choice& choice, int64_t token, int64_t slots, const void* outputs, int64_t width,
                         int64_t first, int64_t end, void* out, int type) {
     const int64_t size = type == FLOAT32 ? 4 : 2;
     for (int64_t column = first; column < end; column += OUTPUTS) {
         const int64_t count = end - column < OUTPUTS ? end - column : OUTPUTS;
         float sums[OUTPUTS] = {};
-        for (int64_t i = token * chosen; i < (token + 1) * chosen; i++) {
+        for (int64_t i = token * slots; i < (token + 1) * slots; i++) {
             if (choice.places[i] < 0) continue;
             const int64_t at = choice.places[i] * width + column;
             for (int64_t lane = 0; lane < count; lane++)
@@ -154,19 +162,19 @@ int experts(const Experts& of_experts, const Router& of_router, const float* log
     const Experts own = of_experts;
     const Router router = of_router;
     const LinearWeight first = own.first[0], down = own.down[0];
-    const int64_t chosen = router.chosen, pairs = tokens * chosen, inner = down.inputs, width = down.outputs;
+    const int64_t slots = router.slots(), pairs = tokens * slots, inner = down.inputs, width = down.outputs;
     const int64_t groups = (first.inputs + GROUP - 1) / GROUP, inner_groups = (inner + GROUP - 1) / GROUP;
     const int64_t blocks = (inner + OUTPUTS - 1) / OUTPUTS, down_blocks = (width + OUTPUTS - 1) / OUTPUTS;
     const int64_t most_hit = own.count < pairs ? own.count : pairs, parts = (width + ADDED_COLUMNS - 1) / ADDED_COLUMNS;
     const Choice choice = choice_in(memory, pairs, own.count);
     const bool is_whole = Set::has_whole_rows(first.format), is_whole_down = Set::has_whole_rows(down.format);
     auto choose_row = [=](int64_t token, uint8_t*) {
-        choose(router, logits + token * router.experts, choice.experts + token * chosen, choice.weights + token * chosen);
+        choose(router, logits + token * router.logits(), choice.experts + token * slots, choice.weights + token * slots);
     };
     auto order_pairs = [=](int64_t, uint8_t*) { order(choice, pairs, own.start, own.count); };
     auto quantize = [=](int64_t place, uint8_t* shared) {
         if (place < choice.sizes[1])
-            quantize_pair(own.first[0], is_whole, x, stride, type, choice.pairs[place] / chosen, place,
+            quantize_pair(own.first[0], is_whole, x, stride, type, choice.pairs[place] / slots, place,
                           rows_in(shared, pairs, groups));
     };
     auto multiply_first = [=](int64_t part, uint8_t* shared) {
@@ -184,7 +192,7 @@ int experts(const Experts& of_experts, const Router& of_router, const float* log
     };
     auto add = [=](int64_t part, uint8_t*) {
         const int64_t column = part % parts * ADDED_COLUMNS, left = width - column;
-        add_experts(choice, part / parts, chosen, outputs, width, column,
+        add_experts(choice, part / parts, slots, outputs, width, column,
                     column + (left < ADDED_COLUMNS ? left : ADDED_COLUMNS), out, type);
     };
     const int64_t most_groups = groups > inner_groups ? groups : inner_groups, shares = num_threads * 8;
@@ -213,7 +221,7 @@ int experts(const Experts& of_experts, const Router& of_router, const float* log
         const Router* of_router, const float* logits, int64_t tokens, int32_t* chosen, float* weights, int threads) { \
         const Router router = *of_router;                                                                             \
         perform_parts(tokens, tokens / (4 * threads), threads, [=](int64_t token, uint8_t*) {                         \
-            choose(router, logits + token * router.experts, chosen + token * router.chosen,                           \
-                   weights + token * router.chosen);                                                                  \
+            choose(router, logits + token * router.logits(), chosen + token * router.slots(),                         \
+                   weights + token * router.slots());                                                                 \
         });                                                                                                           \
     }

@@ -1,7 +1,9 @@
-"""A shared expert that is computed as one of the others gives what an MLP beside them gives."""
+"""A shared expert that is computed as one of the others, on a CPU and on CUDA, gives what an MLP beside them gives."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -31,61 +33,59 @@ STACKED = replace(SEPARATE, gate_up=("mlp.experts.gate_up_proj",), down="mlp.exp
 CPU = linear_method(DENSE, "cpu")
 
 
-class TogetherMethod:
-    """Linear layers of a CPU, and experts in one tensor as on CUDA, with the kernels' references."""
+class Method:
+    """Linear layers of a CPU, and given experts."""
 
-    def __init__(self) -> None:
-        self.loaded: list[tuple[str, ...]] = []
+    def __init__(self, experts: Callable[[ExpertsLoad, WeightSource], Experts]) -> None:
+        self.experts, self.loaded = experts, list[tuple[str, ...]]()
 
     def load(self, spec: LinearSpec, source: WeightSource) -> Linear:
         self.loaded.append(spec.names)
         return CPU.load(spec, source)
 
-    def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
-        return CudaExperts(load, source, dense_weight)
-
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Any:
         raise NotImplementedError("a mixture has no head")
 
 
-class Remembered(RandomWeights):
-    """The same random tensor for each request of a name."""
+def beside(load: ExpertsLoad, source: WeightSource) -> Experts:
+    """Leave the shared expert to the mixture."""
+    return CPU.experts(replace(load, shared=None), source)
+
+
+def as_on_cuda(load: ExpertsLoad, source: WeightSource) -> Experts:
+    """Compute all experts with the references of the kernels."""
+    return CudaExperts(load, source, dense_weight)
+
+
+class Named(RandomWeights):
+    """Random tensors that depend on their names."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), torch.float32)
-        self._remembered: dict[str, Tensor] = {}
 
     def get(self, name: str, shape: tuple[int, ...], *options: Any, **named: Any) -> Tensor:
-        if name not in self._remembered:
-            generator = torch.Generator().manual_seed(len(self._remembered))
-            self._remembered[name] = torch.randn(shape, generator=generator) * 0.3
-        assert self._remembered[name].shape == shape
-        return self._remembered[name]
+        return torch.randn(shape, generator=torch.Generator().manual_seed(crc32(name.encode()))) * 0.3
 
 
-def mixtures(spec: ExpertsSpec, names: ExpertNames) -> tuple[Tensor, Tensor, TogetherMethod]:
-    """Return the outputs with the experts of a CPU and with those of CUDA, whose method is returned too."""
-    weights, together = Remembered(), TogetherMethod()
+def layer_source(method: Method) -> LayerSource:
+    norm = NormShape(HIDDEN, 1e-6)
+    return LayerSource(Named(), method, NamesSpec(), "layer.", norm, {}, 0, range(0))
+
+
+def outputs(spec: ExpertsSpec, names: ExpertNames, method: Method) -> Tensor:
     x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(9))
-    source = LayerSource(
-        weights=weights,
-        method=CPU,
-        names=NamesSpec(experts=names),
-        prefix="layer.",
-        norm=NormShape(HIDDEN, 1e-6),
-        tables={},
-        index=0,
-        cache_layers=range(0),
-    )
-    beside = load_mixture(spec, source)(x)
-    return beside, load_mixture(spec, replace(source, method=together))(x), together
+    return load_mixture(spec, replace(layer_source(method), names=NamesSpec(experts=names)))(x)
 
 
+@pytest.mark.parametrize("experts", [CPU.experts, as_on_cuda], ids=["CPU", "CUDA"])
 @pytest.mark.parametrize("shared_gate", [False, True])
 @pytest.mark.parametrize("names", [SEPARATE, STACKED], ids=["separate", "stacked"])
-def test_shared_expert_as_one_of_the_others_equals_an_mlp(names: ExpertNames, shared_gate: bool) -> None:
-    beside, found, method = mixtures(replace(SPEC, shared_gate=shared_gate), names)
-    torch.testing.assert_close(found, beside, rtol=1e-5, atol=1e-5)  # float32 in other orders
+def test_shared_expert_as_one_of_the_others_equals_an_mlp(
+    names: ExpertNames, shared_gate: bool, experts: Callable[[ExpertsLoad, WeightSource], Experts]
+) -> None:
+    spec, method = replace(SPEC, shared_gate=shared_gate), Method(experts)
+    expected = outputs(spec, names, Method(beside))
+    torch.testing.assert_close(outputs(spec, names, method), expected, rtol=1e-5, atol=1e-5)  # other orders of sums
     assert not method.loaded
 
 
@@ -99,21 +99,20 @@ def test_shared_expert_as_one_of_the_others_equals_an_mlp(names: ExpertNames, sh
     ids=["other size", "bias", "ranks share experts"],
 )
 def test_another_shared_expert_is_an_mlp(spec: ExpertsSpec) -> None:
-    beside, found, method = mixtures(spec, SEPARATE)
-    torch.testing.assert_close(found, beside, rtol=1e-5, atol=1e-5)
+    method = Method(as_on_cuda)
+    expected = outputs(spec, SEPARATE, Method(beside))
+    torch.testing.assert_close(outputs(spec, SEPARATE, method), expected, rtol=1e-5, atol=1e-5)
     assert len(method.loaded) == 2
 
 
 def test_shared_expert_of_another_format_is_left_out() -> None:
     loads = list[ExpertsLoad]()
 
-    class Recording(TogetherMethod):
-        def experts(self, load: ExpertsLoad, source: WeightSource) -> Experts:
-            loads.append(load)
-            return super().experts(load, source)
+    def recorded(load: ExpertsLoad, source: WeightSource) -> Experts:
+        loads.append(load)
+        return CPU.experts(load, source)
 
-    source = LayerSource(Remembered(), Recording(), NamesSpec(), "layer.", NormShape(HIDDEN, 1e-6), {}, 0, range(0))
-    load_mixture(SPEC, source)
+    load_mixture(SPEC, layer_source(Method(recorded)))
     load = loads[0]
     assert load.in_one_format(lambda name: 4).shared is load.shared
     assert load.in_one_format(lambda name: 16 if "shared" in name else 4).shared is None

@@ -1,6 +1,6 @@
 """Experts in one C++ call: the choice beside torch's, and the bits of loops over the experts."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from kernels.cpu.experts import PackedExperts
 from kernels.cpu.library import CpuLibrary, cpu_library
 from kernels.cpu.linear import Gate, GateLimits, PackedLinear, quantized, quantized_to_4_bits
 from kernels.cpu.program import Buffers, NotRecordable, recording
-from kernels.moe.routing import Router
+from kernels.moe.routing import Router, Shared
 from tests.kernels.cpu.emulation import EmulatedLibrary, emulated
 
 INPUTS, INNER = 96, 64
@@ -58,15 +58,18 @@ def looped(
 
 @pytest.mark.parametrize("gate", Gate)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shared", get_args(Shared))
 @pytest.mark.parametrize("form", [{}, {"has_4_bits": False}, {"has_bias": True}])
 def test_tokens_have_the_bits_of_loops_in_any_batch(
-    experts_library: CpuLibrary, gate: Gate, dtype: torch.dtype, form: dict[str, bool]
+    experts_library: CpuLibrary, gate: Gate, dtype: torch.dtype, form: dict[str, bool], shared: Shared
 ) -> None:
-    experts = linears(7, **form)
-    made = PackedExperts(Router(num_experts=7, top_k=3), experts, gate, library=experts_library, limits=LIMITS)
+    router = Router(num_experts=7, top_k=3, shared=shared)
+    experts = linears(7 + router.num_shared, **form)
+    made = PackedExperts(router, experts, gate, library=experts_library, limits=LIMITS)
     generator = torch.Generator().manual_seed(1)
-    x, logits = torch.randn(32, INPUTS, generator=generator).to(dtype), torch.randn(32, 7, generator=generator)
-    logits[5] = logits[9] = torch.arange(7)  # many tokens of the same experts
+    x = torch.randn(32, INPUTS, generator=generator).to(dtype)
+    logits = torch.randn(32, router.num_logits, generator=generator)
+    logits[5] = logits[9] = torch.arange(router.num_logits)  # many tokens of the same experts
     wanted = looped(experts, 0, x, made.choose(logits), gate)
     for start, end in ((0, 32), (0, 1), (3, 10), (9, 9)):
         assert torch.equal(made(x[start:end], logits[start:end]), wanted[start:end])

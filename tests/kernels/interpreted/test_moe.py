@@ -16,10 +16,9 @@ from kernels.moe.reference import (
     choose_reference,
     route_reference,
     sort_reference,
-    with_shared,
 )
 from kernels.moe.route import route_triton
-from kernels.moe.routing import Router, Routing
+from kernels.moe.routing import Router, Routing, with_shared
 from kernels.moe.weights import ExpertProduct, Int4Experts, ScaledExperts, pack_int4
 from kernels.scaled import quantize_groups_reference, quantize_rows_reference
 
