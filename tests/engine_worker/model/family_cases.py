@@ -131,7 +131,8 @@ NATIVE = {
     "lfm2_moe": Case("lfm2_moe", {
         "head_dim": None, "layer_types": ["conv", "full_attention", "conv"], "num_experts": 5,
         "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}),
-    "qwen3_next": Case("qwen3_next", {**DELTA, **SHARED_EXPERT}),
+    # A shared expert of the size of the others is one of them.
+    "qwen3_next": Case("qwen3_next", {**DELTA, **SHARED_EXPERT, "shared_expert_intermediate_size": 24}),
     "qwen3_next, two dense layers, a short filter": Case("qwen3_next", {
         **DELTA, **SHARED_EXPERT, "mlp_only_layers": [0, 3], "linear_conv_kernel_dim": 2, "norm_topk_prob": False,
         "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"]}),

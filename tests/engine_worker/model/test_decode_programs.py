@@ -36,6 +36,7 @@ def scored(runner: ModelRunner, requests: list[GenerationRequest]) -> list[Token
         ("qwen3_moe", "int4"),
         ("qwen3_5_text", "auto"),
         ("qwen3_5_text", "int8"),
+        ("qwen3_next", "int8"),
         ("granite", "auto"),
         ("granitemoehybrid, dense, biases, rotary", "auto"),
     ],
