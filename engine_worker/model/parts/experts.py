@@ -77,8 +77,7 @@ def load_mixture(spec: ExpertsSpec, source: LayerSource) -> MixtureOfExperts:
 
 def _shared_like_others(spec: ExpertsSpec, gate: Tensor | None, source: LayerSource) -> SharedExpert | None:
     """Return the shared expert if it differs from the others in its weights only, and each rank has a part of all."""
-    like_others = MlpSpec(intermediate_size=spec.inner, bias=spec.bias, gate=spec.gate)
-    if spec.shared != like_others or spec.bias or spec.owned is not None:
+    if spec.bias or spec.owned is not None or spec.shared != MlpSpec(intermediate_size=spec.inner, gate=spec.gate):
         return None
     return SharedExpert(linears_of(spec.shared, source), gate)
 

@@ -76,14 +76,14 @@ def _packed(load: ExpertsLoad, looped: LoopedExperts) -> PackedExperts | None:
     experts = [_pair(*pair) for pair in looped.experts]
     there = [pair for pair in experts if pair is not None]
     formats = {(first.format, down.format) for first, down in there}
-    is_small = router.num_experts < MAX_EXPERTS and router.top_k <= MAX_CHOSEN
+    values = router_of(router, shared_of(load))
+    is_small = values.num_experts + values.num_shared <= MAX_EXPERTS and values.top_k <= MAX_CHOSEN
     if gate is None or router.num_groups > 1 or not is_small:
         return None
     if len(there) < len(experts) or len(formats) != 1 or not _is_right():
         return None
     form, limits = gate_of(gate)
     correction = load.router.correction_bias
-    values = router_of(router, shared_of(load))
     return PackedExperts(values, there, form, load.spec.experts.start, correction=correction, limits=limits)
 
 
