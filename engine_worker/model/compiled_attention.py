@@ -28,7 +28,7 @@ class CompiledAttention:
         """Hold the views; `kv_scales` are per layer for an e4m3 pool, default 1; `places` as in attach_device()."""
         scales = kv_scales or (UNIT_SCALES,) * len(shape.cache_layers)
         self.kernels, self.kv_pool, self.num_heads = kernels, kv_pool, shape.num_heads
-        self.places = places = LayerGroups(shape.cache_layers, places).places
+        places = LayerGroups(shape.cache_layers, places).places
         self.groups = [group for group, _ in places]  # by layer
         self.layers = [(kv_pool[:, place, 0], scales[layer]) for layer, (_, place) in enumerate(places)]
 
@@ -59,6 +59,13 @@ class CompiledAttentionPlan:
         """Rotate qkv [T, (Hq + 2 Hkv) * D] in place by `cos_sin` [max_len, D], and store keys and values."""
         keys, scales = self._layers[layer]
         self._kernels.rotate_and_store(self._arguments[self._groups[layer]], qkv, cos_sin, keys, scales, query_scales)
+
+    def short_conv(
+        self, rows: tuple[Tensor, Tensor, Tensor], weight: Tensor, bias: Tensor | None, layer: int, out: Tensor
+    ) -> None:
+        """Convolve the channels whose inputs one layer has; see StepKernels."""
+        keys, _ = self._layers[layer]
+        self._kernels.short_conv(self._arguments[self._groups[layer]], rows, weight, bias, keys, out)
 
     def attend(self, query: Tensor, layer: int, scale: float, rules: ScoreRules, rows: Tensor | None = None) -> Tensor:
         """Attend in one layer; see AttentionPlan."""

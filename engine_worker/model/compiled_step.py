@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_worker.kv.layout import Place
 from engine_worker.model.compiled_attention import CompiledAttention
-from engine_worker.model.convolutions import ConvolutionPlan
+from engine_worker.model.compiled_convolutions import CompiledConvolutions
 from engine_worker.model.layers import AttentionWeights, NormOverRanks, NormWeight
 from engine_worker.model.linear import Input
 from engine_worker.model.model_input import ModelInput
@@ -79,8 +79,8 @@ class CompiledStep:
         self._plan = device.attention.begin(model_input)
 
     @cached_property
-    def convolutions(self) -> ConvolutionPlan:
-        return ConvolutionPlan(self._attention.kv_pool, self._attention.places, self._input)
+    def convolutions(self) -> CompiledConvolutions:
+        return CompiledConvolutions(self._plan, 2 * (self._rotated_size - self._query_size))
 
     def multiply(self, x: Tensor, factor: float) -> Tensor:
         return self._kernels.multiply(x, factor)

@@ -13,8 +13,20 @@ from kernels.short_conv import convolve, read_inputs, store_inputs, window_slots
 
 
 class Convolutions(Protocol):
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, layers: range) -> Tensor:
-        """Store x [T, C] in `layers` of the pool and return its convolution with weight [C, width], in x's dtype."""
+    def convolve(
+        self, rows: tuple[Tensor, Tensor, Tensor], weight: Tensor, bias: Tensor | None, layers: range
+    ) -> Tensor:
+        """Return a gated convolution.
+
+        Args:
+            rows: Factor, gate and value, [T, C] each. Inputs are factor * value, and stored in `layers` of the pool.
+            weight: [C, width].
+            bias: [C], or None.
+            layers: Of the pool.
+
+        Returns:
+            [T, C], the outputs times the gate, in the dtype of the rows.
+        """
 
 
 class ConvolutionPlan:
@@ -31,8 +43,12 @@ class ConvolutionPlan:
         self._pool, self._places, self._input = kv_pool, places, model_input
         self._windows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # by group and width
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, layers: range) -> Tensor:
-        """Return the convolution of x; see Convolutions."""
+    def convolve(
+        self, rows: tuple[Tensor, Tensor, Tensor], weight: Tensor, bias: Tensor | None, layers: range
+    ) -> Tensor:
+        """Return a gated convolution; see Convolutions."""
+        factor, gate, value = rows
+        x = factor * value
         _, _, _, num_kv_heads, _, head_dim = self._pool.shape
         size = 2 * num_kv_heads * head_dim
         padded = F.pad(x, (0, size * len(layers) - x.shape[1]))
@@ -41,7 +57,7 @@ class ConvolutionPlan:
             for layer, part in zip(layers, padded.split(size, dim=1), strict=True)
         ]
         inputs = torch.cat(parts, dim=2)[:, :, : x.shape[1]]
-        return convolve(inputs, weight, bias).to(x.dtype)
+        return gate * convolve(inputs, weight, bias).to(x.dtype)
 
     def _stored(self, part: Tensor, layer: int, width: int) -> Tensor:
         """Store a part of the inputs and return [T, width, size], those that each token's filter reads."""

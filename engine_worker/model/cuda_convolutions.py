@@ -18,8 +18,12 @@ class CudaConvolutions:
         self._pool, self._places, self._input = kv_pool, places, model_input
         self._sequences = sequences_of(model_input.query_start_loc, len(model_input.token_ids))
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, layers: range) -> Tensor:
-        """Return the convolution of x; see Convolutions."""
+    def convolve(
+        self, rows: tuple[Tensor, Tensor, Tensor], weight: Tensor, bias: Tensor | None, layers: range
+    ) -> Tensor:
+        """Return a gated convolution; see Convolutions."""
+        factor, gate, value = rows
+        x = factor * value
         _, _, _, num_kv_heads, _, head_dim = self._pool.shape
         size, out = 2 * num_kv_heads * head_dim, torch.empty_like(x)
         for number, layer in enumerate(layers):
@@ -33,7 +37,7 @@ class CudaConvolutions:
                 self._tokens(group),
                 out[:, part],
             )
-        return out
+        return gate * out
 
     def _tokens(self, group: int) -> ConvolvedTokens:
         step = self._input

@@ -1,4 +1,4 @@
-"""C++ kernels of a step besides the linear layers: attention, norms, rotary embedding with the KV store.
+"""C++ kernels of a step besides the linear layers: attention, norms, rotary embedding with the KV store, convolutions.
 
 The order of a row's sums depends only on its own sequence (csrc/attention.h, csrc/rows.h), so its bits are the same in
 any batch and any chunk of a prompt.
@@ -58,6 +58,19 @@ class _Rules(Structure):
     )
 
 
+class _Convolved(Structure):
+    """Mirrors Convolved of csrc/short_conv.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("factor", "gate", "value", "out")),
+        *((name, c_int64) for name in ("stride", "out_stride", "channels")),
+    )
+
+
+class _Filter(Structure):
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("width", c_int64))
+
+
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "attend": (
         POINTER(_Step), POINTER(_Rules), c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_void_p, c_int, c_int,
@@ -65,6 +78,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rotate_and_store": (
         POINTER(_Step), c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_float, c_float, c_int, c_int,
     ),
+    "short_conv": (POINTER(_Step), POINTER(_Convolved), POINTER(_Filter), c_void_p, c_int, c_int),
     "multiply": (c_void_p, c_float, c_int64, c_int64, c_int, c_int),
     "add_rms_norm": (c_void_p, c_void_p, c_void_p, c_float, c_int64, c_int64, c_void_p, c_int, c_int),
     "rms_norm": (
@@ -166,6 +180,7 @@ class StepKernels:
 
     _attend: Any
     _rotate_and_store: Any
+    _short_conv: Any
     _add_rms_norm: Any
     _rms_norm: Any
     _multiply: Any
@@ -283,6 +298,32 @@ class StepKernels:
             byref(step.step), qkv.data_ptr(), qkv.stride(0), address(cos_sin), address(query_scales),
             layer_keys.data_ptr(), 1 / scales.key, 1 / scales.value, *self._types,
         )  # fmt: skip
+
+    def short_conv(
+        self,
+        step: StepArguments,
+        rows: tuple[Tensor, Tensor, Tensor],
+        weight: Tensor,
+        bias: Tensor | None,
+        layer_keys: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Store factor * value in the slots of their tokens, and convolve them with those before, times the gate.
+
+        Args:
+            step: From begin().
+            rows: Factor, gate and value, [T, C] each, in rows of one stride; C <= 2 * Hkv * D.
+            weight: [C, width], in the dtype of the rows.
+            bias: [C], or None.
+            layer_keys: [num_blocks, Hkv, BS, D], the layer's keys in the pool, float32 or bfloat16.
+            out: [T, C], written.
+        """
+        factor, gate, value = rows
+        assert all(one.stride() == (factor.stride(0), 1) and one.dtype == self.dtype for one in rows)
+        assert weight.is_contiguous() and weight.dtype == out.dtype == self.dtype and out.stride(1) == 1
+        convolved = _Convolved(*map(address, (factor, gate, value, out)), factor.stride(0), out.stride(0), len(weight))
+        weights = _Filter(address(weight), address(bias), weight.shape[1])
+        self._short_conv(byref(step.step), byref(convolved), byref(weights), layer_keys.data_ptr(), *self._types)
 
     def multiply(self, x: Tensor, factor: float) -> Tensor:
         """Multiply x [N, H] with a factor in place, and return it."""

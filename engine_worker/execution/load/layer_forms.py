@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from engine_worker.execution.settings import ExecutionSettings
 from engine_worker.model.implementation import blueprint_from_directory
-from engine_worker.model.spec import ModelShape, ModelSpec, has_convolutions
+from engine_worker.model.spec import ModelShape, ModelSpec
 from engine_worker.model.specs.experts import ExpertsSpec
 from kernels.cpu.step import refused_head
 
@@ -30,7 +30,5 @@ def describe_cpu_layers(settings: ExecutionSettings, why_no_kernels: str) -> tup
 
 def _parts_in_torch(shape: ModelShape) -> Iterator[str]:
     """Yield the parts that have no C++ kernel."""
-    if has_convolutions(shape):
-        yield "short convolutions: torch operators"
     if isinstance(shape, ModelSpec) and any(isinstance(layer.mlp, ExpertsSpec) for layer in shape.layers):
         yield "experts: one call per layer with 4- or 8-bit weights, else a loop in torch over the chosen ones"

@@ -22,7 +22,7 @@ class ShortConv:
     def __call__(self, step: DeviceStep, x: Input, rows: Tensor | None = None) -> Tensor:
         """Store the filters' inputs of all rows of x [T, H] and return the outputs [N, H] of `rows`, or of all."""
         factor, gate, value = self._enter(x).chunk(3, dim=1)
-        mixed = gate * step.convolutions.convolve(factor * value, self._weight, self._bias, self._layers)
+        mixed = step.convolutions.convolve((factor, gate, value), self._weight, self._bias, self._layers)
         return self._leave(mixed if rows is None else mixed[rows])
 
 
@@ -43,4 +43,4 @@ def load_short_conv(spec: ShortConvSpec, source: LayerSource) -> ShortConv:
     bias = weights.get(f"{prefix}{names.conv}.bias", (spec.channels,)) if spec.bias else None
     method = source.method
     loaded_enter, loaded_leave = method.load(enter, weights), method.load(leave, weights)
-    return ShortConv(loaded_enter, weight.squeeze(1), bias, loaded_leave, source.cache_layers)
+    return ShortConv(loaded_enter, weight.squeeze(1).contiguous(), bias, loaded_leave, source.cache_layers)

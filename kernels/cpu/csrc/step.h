@@ -5,6 +5,7 @@
 #include "processor.h"
 #include "recurrent.h"
 #include "rows.h"
+#include "short_conv.h"
 
 #define BY_TYPE(dtype, call, ...) ((dtype) ? call<Bf16>(__VA_ARGS__) : call<float>(__VA_ARGS__))
 #define BY_TYPES(dtype, kv_dtype, call, ...)                                               \
@@ -26,6 +27,11 @@ PAGESTREAM_EXPORT void NAME(pagestream_rotate_and_store)(
     float key_factor, float value_factor, int dtype, int kv_dtype) {
     const Factors factors = {key_factor, value_factor};
     BY_POOL(dtype, kv_dtype, rotate_and_store, *step, qkv, stride, cos_sin, query_scales, pool, factors);
+}
+
+PAGESTREAM_EXPORT void NAME(pagestream_short_conv)(
+    const Step* step, const Convolved* rows, const Filter* filter, void* pool, int dtype, int kv_dtype) {
+    BY_TYPES(dtype, kv_dtype, short_conv, *step, *rows, *filter, pool);
 }
 
 PAGESTREAM_EXPORT void NAME(pagestream_add_rms_norm)(

@@ -27,7 +27,7 @@ def described(directory: Path, config: dict[str, object], why_no_kernels: str = 
         (LLAMA, "", "C++ kernels"),
         (LLAMA, "no compiler", "torch operators, slower and not batch-invariant: no compiler"),
         ({**LLAMA, "head_dim": 12}, "", "head size 12 is not supported by the C++ kernels, which need a multiple of 8"),
-        (LFM2, "", "C++ kernels; short convolutions: torch operators"),
+        (LFM2, "", "C++ kernels"),
         (OLMOE, "", "one call per layer with 4- or 8-bit weights, else a loop in torch over the chosen ones"),
     ],
 )

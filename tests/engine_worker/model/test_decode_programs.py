@@ -37,6 +37,8 @@ def scored(runner: ModelRunner, requests: list[GenerationRequest]) -> list[Token
         ("qwen3_5_text", "auto"),
         ("qwen3_5_text", "int8"),
         ("qwen3_next", "int8"),
+        ("lfm2", "auto"),
+        ("lfm2_moe", "int8"),
         ("granite", "auto"),
         ("granitemoehybrid, dense, biases, rotary", "auto"),
     ],
