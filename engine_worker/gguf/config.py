@@ -29,6 +29,7 @@ def model_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
     num_heads, hidden_size = (file.of_model_required(key) for key in ("attention.head_count", "embedding_length"))
     head_dim = file.of_model("attention.key_length", hidden_size // num_heads)
     rotated = file.of_model("rope.dimension_count", head_dim)
+    by_layer, kv_heads = family.has_kv_heads_by_layer, "attention.head_count_kv"
     config = {
         "architectures": [family.class_name],
         "model_type": family.model_type,
@@ -37,7 +38,7 @@ def model_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
         "intermediate_size": file.of_model_required("feed_forward_length"),
         "num_hidden_layers": file.of_model_required("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": file.of_model("attention.head_count_kv", num_heads),
+        "num_key_value_heads": file.of_layers(kv_heads) if by_layer else file.of_model(kv_heads, num_heads),
         "head_dim": head_dim,
         "max_position_embeddings": file.of_model_required("context_length"),
         "rms_norm_eps": _shortest(file.of_model_required("attention.layer_norm_rms_epsilon")),
@@ -49,6 +50,7 @@ def model_config(file: GgufFile, family: GgufFamily) -> dict[str, Any]:
         "torch_dtype": _dtype(file),
         **_token_ids(file),
         **(_experts(file) if family.has_experts else {}),
+        **{name: file.of_model_required(key) for name, key in family.keys.items()},
         **family.config,
     }
     if rotated != head_dim:

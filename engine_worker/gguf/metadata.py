@@ -74,6 +74,13 @@ class GgufFile:
             raise ConversionError(f"{self.architecture}.{key} differs from layer to layer, which is not supported")
         return value
 
+    def of_layers(self, key: str) -> list[Any]:
+        """Return the values of a family key that differs from layer to layer."""
+        values = self.required(f"{self.architecture}.{key}")
+        if not isinstance(values, list):
+            raise ConversionError(f"{self.architecture}.{key} must have a value for each layer")
+        return values
+
     def of_model_required(self, key: str) -> Any:
         value = self.of_model(key)
         if value is None:

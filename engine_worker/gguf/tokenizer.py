@@ -54,6 +54,7 @@ PRE_TOKENIZERS = {
     "gpt-2": PreTokenizer(),
     "smollm": PreTokenizer(individual_digits=True),
     "llama-bpe": PreTokenizer(_THREE_DIGITS, ignore_merges=True, adds_bos=True),
+    "lfm2": PreTokenizer(_THREE_DIGITS, ignore_merges=True, adds_bos=True),
     "dbrx": PreTokenizer(_THREE_DIGITS),  # also Phi-4
     "qwen2": PreTokenizer(_ONE_DIGIT, normalizes=True),
     "deepseek-r1-qwen": PreTokenizer(_ONE_DIGIT, normalizes=True),

@@ -114,9 +114,14 @@ def _find(file: GgufFile, table: gguf.TensorNameMap, name: str, shape: tuple[int
         raise ConversionError(f"the GGUF file has no {known or name}")
     found = tuple(int(size) for size in reversed(source.shape))  # GGUF lists the fastest dimension first
     wanted = (num_experts, *shape) if of_expert else shape
-    if found != wanted:
+    if found not in {wanted, _without_ones(wanted)}:
         raise ConversionError(f"tensor {known} has shape {found}; the file's metadata imply {wanted}")
     return Tensor(name, shape, source, expert=int(of_expert["number"]) if of_expert else None)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a convolution's filters as llama.cpp's converter stores them."""
+    return tuple(size for size in shape if size > 1)
 
 
 def _is_norm(tensor: Tensor) -> bool:

@@ -58,8 +58,8 @@ REFUSED = {"gemma4_text": _GEMMA4, "gemma4_unified_text": _GEMMA4}
 
 # llama.cpp's names of the families whose module has a GGUF.
 GGUF_MODULES = {
-    "gemma3": "gemma", "gpt-oss": "gpt_oss", "llama": "llama", "phi3": "phi3", "qwen2": "qwen2", "qwen3": "qwen3",
-    "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma", "gpt-oss": "gpt_oss", "lfm2": "lfm2", "llama": "llama", "phi3": "phi3", "qwen2": "qwen2",
+    "qwen3": "qwen3", "qwen3moe": "qwen3_moe",
 }  # fmt: skip
 
 

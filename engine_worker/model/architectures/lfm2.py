@@ -1,5 +1,6 @@
 """LFM2 and 2.5: gated short convolutions in most layers, attention with normed heads in the others."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from engine_worker.model.architectures.config_keys import (
@@ -12,6 +13,7 @@ from engine_worker.model.architectures.config_keys import (
     rope_of,
 )
 from engine_worker.model.architectures.decoder import attention_spec, model_spec
+from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.spec import LayerSpec, ModelSpec
 from engine_worker.model.specs.attention import AttentionSpec, QkNorm
 from engine_worker.model.specs.mlp import MlpSpec
@@ -30,6 +32,23 @@ NAMES = NamesSpec(
     before_mlp="ffn_norm",
 )
 _DEFAULTS: dict[str, Any] = {"block_multiple_of": 256, "conv_L_cache": 3}
+
+
+def _from_gguf(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that a file has per layer, and the norms' epsilon under LFM2's name."""
+    heads = config["num_key_value_heads"]
+    types = [FULL if count else CONV for count in heads]
+    return {"num_key_value_heads": max(heads), "layer_types": types, "norm_eps": config["rms_norm_eps"]}
+
+
+GGUF = GgufFamily(
+    model_type="lfm2",
+    class_name="Lfm2ForCausalLM",
+    config={"block_auto_adjust_ff_dim": False},  # the file has the exact size
+    keys={"conv_L_cache": "shortconv.l_cache"},
+    has_kv_heads_by_layer=True,
+    derived=_from_gguf,
+)
 
 
 def spec(config: Config, generation: Config) -> ModelSpec:

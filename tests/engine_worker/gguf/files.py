@@ -36,10 +36,11 @@ def write_gguf(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    types, kv_heads = getattr(config, "layer_types", None) or [], config.num_key_value_heads
+    writer.add_head_count_kv([0 if each == "conv" else kv_heads for each in types] if "conv" in types else kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(getattr(config, "norm_eps", None) or config.rms_norm_eps)
     if hasattr(config, "num_experts"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -53,14 +54,16 @@ def write_gguf(
         permuted = heads.get(name.split(".")[-2], 0) if architecture == "llama" else 0
         offset = 1.0 if architecture == "gemma3" and "norm" in name else 0.0  # added by llama.cpp's converter
         values = permuted_as_llama_cpp_does(tensor.numpy() + np.float32(offset), permuted)
-        data, stored = quantized(values, kind if values.ndim > 1 else Kind.F32)
+        is_filter = name.endswith("conv.conv.weight")
+        values = values.squeeze(1) if is_filter else values
+        data, stored = quantized(values, Kind.F32 if is_filter or values.ndim == 1 else kind)
         known = table.get_name(name, try_suffixes=(".weight", ".bias"))
         assert known is not None, name
         writer.add_tensor(known, data, raw_dtype=stored)
         kept = torch.from_numpy(gguf.dequantize(data, stored) - np.float32(offset))
         if values.ndim < 3:  # blocks of experts are not rounded to 16 bits
             kept = kept.to(KEPT_DTYPES.get(kind, torch.bfloat16)).float()
-        tensor.copy_(torch.from_numpy(permuted_back(kept.numpy(), permuted)))
+        tensor.copy_(torch.from_numpy(permuted_back(kept.numpy(), permuted)).view(tensor.shape))
     finish(writer)
 
 

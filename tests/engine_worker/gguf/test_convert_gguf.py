@@ -116,7 +116,7 @@ def test_converted_configuration_and_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"architecture": "mamba"}, "'mamba' is not supported; supported: gemma3, gpt-oss, llama"),
+        ({"architecture": "mamba"}, "'mamba' is not supported; supported: gemma3, gpt-oss, lfm2, llama"),
         ({"architecture": "qwen2"}, r"no blk\.0\.attn_q\.bias"),
         ({"pre": "deepseek-llm"}, "deepseek-llm"),
         ({"rope_freqs__weight": np.ones(9, np.float32)}, r"rope_freqs\.weight must have 8 float32 values"),

@@ -41,7 +41,13 @@ class Case:
 EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 64, "norm_topk_prob": True,
 }  # fmt: skip
+CONVOLUTIONS = {
+    "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 4,
+    "tie_word_embeddings": True, "block_auto_adjust_ff_dim": False,
+}  # fmt: skip
 CASES = [
+    Case("lfm2", Kind.F32, CONVOLUTIONS),
+    Case("lfm2", Kind.Q8_0, CONVOLUTIONS),
     Case("llama", Kind.F16),
     Case("llama", Kind.Q8_0, {"tie_word_embeddings": True}),
     Case("llama", Kind.Q4_K, {"attention_bias": True, "mlp_bias": True}),
@@ -102,8 +108,10 @@ def tiny(case: Case) -> PreTrainedModel:
     return model
 
 
-def add_rope(case: Case, writer: gguf.GGUFWriter) -> None:
-    """Add rope factors as llama.cpp's converter does: one table for Llama 3, two for Phi-3."""
+def add_parameters(case: Case, writer: gguf.GGUFWriter) -> None:
+    """Add what llama.cpp's converter adds: rope factors, one table for Llama 3 and two for Phi-3; a filter's width."""
+    if case.architecture == "lfm2":
+        writer.add_shortconv_l_cache(case.changes["conv_L_cache"])
     if case.architecture == "gemma3":
         writer.add_sliding_window(case.changes["sliding_window"])
         for rope in case.changes.get("rope_parameters", {}).values():
@@ -124,7 +132,7 @@ def add_rope(case: Case, writer: gguf.GGUFWriter) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.architecture}-{case.kind.name}")
 def test_greedy_tokens_match_transformers(case: Case, tmp_path: Path) -> None:
     model = tiny(case)
-    write_gguf(tmp_path / "m.gguf", model, case.architecture, case.kind, lambda writer: add_rope(case, writer))
+    write_gguf(tmp_path / "m.gguf", model, case.architecture, case.kind, lambda writer: add_parameters(case, writer))
     model.save_pretrained(tmp_path / "reference")
     convert(tmp_path / "m.gguf", tmp_path / "model", lambda progress, detail: None)
     runner = make_runner(tmp_path / "model", num_blocks=32)
@@ -164,6 +172,13 @@ def test_experts_where_the_family_has_none_are_refused(tmp_path: Path) -> None:
 
     write_gguf(tmp_path / "m.gguf", tiny(Case("qwen3", Kind.F32)), "qwen3", Kind.F32, add_experts)
     with pytest.raises(ConversionError, match="GGUF architecture 'qwen3' with experts is not supported"):
+        convert(tmp_path / "m.gguf", tmp_path / "model", lambda progress, detail: None)
+
+
+def test_one_number_of_kv_heads_for_all_layers_is_refused_where_each_has_its_own(tmp_path: Path) -> None:
+    case = Case("lfm2", Kind.F32, CONVOLUTIONS | {"layer_types": ["full_attention"] * 3})
+    write_gguf(tmp_path / "m.gguf", tiny(case), "lfm2", Kind.F32, lambda writer: add_parameters(case, writer))
+    with pytest.raises(ConversionError, match="must have a value for each layer"):
         convert(tmp_path / "m.gguf", tmp_path / "model", lambda progress, detail: None)
 
 
