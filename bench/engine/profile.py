@@ -49,8 +49,8 @@ def _figures(profiler: torch_profile, num_steps: int) -> dict[str, Any]:
     """Return the figures in microseconds.
 
     `idle_us_a_step` is the time without a kernel or copy on the device, including gaps between the kernels of a graph.
-    Of each kernel of `top`: name, number, sum of durations, and sum of what each adds to the time of a step: from the
-    end before its own. A kernel may start before the previous one ends, and waits for it then.
+    An entry of `top` is a kernel's name, its launches, the sum of their durations, and the sum of what each adds to a
+    step: the time since the kernel before it ended. Durations overlap, because a kernel may start early and wait.
     `between_steps_us` lists the gaps before a step's first kernel, ascending.
     """
     results = profiler.profiler.kineto_results if profiler.profiler else None

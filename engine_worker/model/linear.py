@@ -163,7 +163,7 @@ class ExpertsLoad:
         return [self.linears(expert) for expert in self.spec.experts] + of_shared
 
     def in_one_format(self, scheme_of: Callable[[str], object]) -> Self:
-        """Return the load without the shared expert if its weights are stored in another way than those of the rest."""
+        """Return the load without the shared expert if the scheme of its weights is not that of the others."""
         if self.shared is None:
             return self
         first = self.linears(self.spec.experts.start)
