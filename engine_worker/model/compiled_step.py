@@ -72,7 +72,7 @@ class CompiledStep:
     def __init__(self, device: CompiledDevice, model_input: ModelInput, *, is_followed: bool = False) -> None:
         """Begin a step; `is_followed`: other steps of its shape take its place."""
         spec, self._kernels = device.spec, device.kernels
-        self._attention, self._input, self._is_followed = device.attention, model_input, is_followed
+        self._input, self._is_followed = model_input, is_followed
         self._states, self._recurrent = device.states, device.recurrent
         self._query_size = spec.num_heads * spec.head_dim
         self._rotated_size = self._query_size + spec.num_kv_heads * spec.head_dim

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine_worker.model.linear import NOTHING_QUANTIZED, ExpertsLoad, Input, Linear, LinearMethod
 from engine_worker.model.quantization.dense_cpu import cpu_kernel
 from engine_worker.model.quantization.expert_weights import expert_source
-from engine_worker.model.quantization.router_values import router_of, router_weight, shared_of
+from engine_worker.model.quantization.router_values import router_with_shared
 from engine_worker.model.specs.experts import RouterSpec, Scoring
 from engine_worker.model.weights import WeightSource
 from kernels.moe.routing import with_shared
@@ -53,16 +53,16 @@ class LoopedExperts:
         spec, router = load.spec, load.router
         self._first, self._gate = spec.experts.start, spec.gate
         self.experts, self.has_shared = experts, load.shared is not None
-        self._router, self._correction = spec.router, router.correction_bias
-        self._values, weight = router_of(spec.router, shared_of(load)), router_weight(load)
+        self._spec, self._correction = spec.router, router.correction_bias
+        self.router, weight = router_with_shared(load)
         bias = None if router.bias is None else F.pad(router.bias.float(), (0, len(weight) - len(router.bias)))
         self._logits = cpu_kernel(weight.float(), bias)
 
     def __call__(self, x: Input) -> Tensor:
         assert isinstance(x, Tensor), NOTHING_QUANTIZED
         logits = self.logits(x)
-        chosen = choose(logits[:, : self._router.num_experts], self._router, self._correction)
-        return self.weighted_sum(x, *with_shared(*chosen, logits, self._values))
+        chosen = choose(logits[:, : self._spec.num_experts], self._spec, self._correction)
+        return self.weighted_sum(x, *with_shared(*chosen, logits, self.router))
 
     def logits(self, x: Tensor) -> Tensor:
         """Return the router's logits [T, E] float32, and as a last one the gate of a shared expert."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_worker.model.linear import ExpertsLoad, Input, LinearSpec
 from engine_worker.model.quantization.expert_weights import expert_source
-from engine_worker.model.quantization.router_values import router_of, router_weight, shared_of
+from engine_worker.model.quantization.router_values import router_with_shared
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.mlp import GateSpec
 from engine_worker.model.weights import WeightSource, joined
@@ -36,8 +36,8 @@ class CudaExperts:
     ) -> None:
         """Load all experts, also a shared one; `read` makes one weight of the linear layers of all experts."""
         spec, weights = load.spec, expert_source(load, source)
-        self._router, self._weight = load.router, router_weight(load)
-        self._values, self._activation = router_of(spec.router, shared_of(load)), _activation(spec.gate)
+        self._values, self._weight = router_with_shared(load)
+        self._router, self._activation = load.router, _activation(spec.gate)
         self._owned = None if spec.owned is None else spec.experts
         self.has_shared = load.shared is not None
         products = ([first for first, _ in load.all_linears], [down for _, down in load.all_linears])

@@ -11,7 +11,6 @@ from torch import Tensor
 from engine_worker.model.linear import NOTHING_QUANTIZED, Experts, ExpertsLoad, Input, LinearMethod
 from engine_worker.model.quantization.experts_cpu import LoopedExperts, load_experts, log_loop
 from engine_worker.model.quantization.grouped_linear import GroupedLinear, gate_of
-from engine_worker.model.quantization.router_values import router_of, shared_of
 from engine_worker.model.specs.experts import RouterSpec
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.build import NoLibrary
@@ -72,19 +71,18 @@ class GroupedExperts:
 
 
 def _packed(load: ExpertsLoad, looped: LoopedExperts) -> PackedExperts | None:
-    router, gate = load.spec.router, load.spec.gate
+    router, gate = looped.router, load.spec.gate
     experts = [_pair(*pair) for pair in looped.experts]
     there = [pair for pair in experts if pair is not None]
     formats = {(first.format, down.format) for first, down in there}
-    values = router_of(router, shared_of(load))
-    is_small = values.num_experts + values.num_shared <= MAX_EXPERTS and values.top_k <= MAX_CHOSEN
+    is_small = router.num_experts + router.num_shared <= MAX_EXPERTS and router.top_k <= MAX_CHOSEN
     if gate is None or router.num_groups > 1 or not is_small:
         return None
     if len(there) < len(experts) or len(formats) != 1 or not _is_right():
         return None
     form, limits = gate_of(gate)
     correction = load.router.correction_bias
-    return PackedExperts(values, there, form, load.spec.experts.start, correction=correction, limits=limits)
+    return PackedExperts(router, there, form, load.spec.experts.start, correction=correction, limits=limits)
 
 
 def _pair(first: object, down: object) -> tuple[PackedLinear, PackedLinear] | None:

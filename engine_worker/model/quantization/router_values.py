@@ -22,16 +22,12 @@ def router_of(spec: RouterSpec, shared: Shared = "none") -> Router:
     )
 
 
-def shared_of(load: ExpertsLoad) -> Shared:
-    """Return how the shared expert is weighted, if it is one of the others."""
-    if load.shared is None:
-        return "none"
-    return "plain" if load.shared.gate is None else "gated"
+def router_with_shared(load: ExpertsLoad) -> tuple[Router, Tensor]:
+    """Return the values of a router and its weight [E, H].
 
-
-def router_weight(load: ExpertsLoad) -> Tensor:
-    """Return [E, H], and as a last row the gate of a shared expert that is one of the others."""
-    weight = load.router.weight
-    if load.shared is None or load.shared.gate is None:
-        return weight
-    return torch.cat((weight, load.shared.gate[None]))
+    If the shared expert is one of the others and has a gate, that is the last row of the weight.
+    """
+    spec, weight, shared = load.spec.router, load.router.weight, load.shared
+    if shared is None or shared.gate is None:
+        return router_of(spec, "none" if shared is None else "plain"), weight
+    return router_of(spec, "gated"), torch.cat((weight, shared.gate[None]))

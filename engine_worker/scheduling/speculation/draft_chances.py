@@ -39,7 +39,7 @@ class DraftChances:
         return math.log(needed_chance) // math.log(chance)
 
     def verified(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Learn from drafts of which the first `num_accepted` were right. The one after them, if any, was wrong.
+        """Learn from a verification: the first `num_accepted` drafts were right, and the next one, if any, was wrong.
 
         Call it before their tokens are appended.
         """
