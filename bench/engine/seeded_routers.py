@@ -27,7 +27,11 @@ from shared.messages import SamplingParams
 ROWS = (1, 8, 32, 256)
 # Where a device chooses experts: module, function, and the experts [T, k] in its result, without a shared one.
 _CHOICES: dict[str, tuple[str, str, Callable[..., Tensor]]] = {
-    "cpu": ("engine_worker.model.quantization.experts_cpu", "choose", lambda found, *_: found[0]),
+    "cpu": (
+        "engine_worker.model.quantization.experts_cpu",
+        "choose",
+        lambda found, _logits, router, *_: found[0][:, : router.top_k],
+    ),
     "cuda": (
         "engine_worker.model.quantization.experts_cuda",
         "route",

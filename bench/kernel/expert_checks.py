@@ -8,11 +8,12 @@ from bench.kernel.expert_layers import GPT_OSS, QWEN3, QWEN3_INT4, QWEN35_MOE, E
 from bench.kernel.fp8_checks import random_weight as random_fp8_weight
 from kernels.fp8_quantize import quantize_groups, quantize_rows
 from kernels.moe.activation import Gate, SquaredRelu, activated_reference, num_halves
+from kernels.moe.choice import choose
 from kernels.moe.combine import combine
 from kernels.moe.grouped_product import grouped_product, scaled_tiles_of, tiles_of
-from kernels.moe.reference import apply_experts_reference, choose_reference, sort_reference
+from kernels.moe.reference import apply_experts_reference, sort_reference
 from kernels.moe.route import route
-from kernels.moe.routing import Router, Routing, with_shared
+from kernels.moe.routing import Router, Routing
 from kernels.moe.weights import ExpertProduct, ScaledExperts
 
 # One token, both forms of the router and of the rows, an uneven last block, and blocks of 128 rows.
@@ -59,11 +60,10 @@ def _routing_errors(layer: ExpertLayer, x: Tensor) -> list[Error]:
     """Compare weights with float64, and lists with those of the same ids."""
     found = layer.route(x)
     router, logits = layer.model.router, x.double() @ layer.router_weight.double().T
-    chosen = logits[:, : router.num_experts]
     if layer.router_bias is not None:
-        chosen += layer.router_bias.double()
+        logits[:, : router.num_experts] += layer.router_bias.double()
     # Logits closer than their error may be exchanged: weights are compared in descending order.
-    _, weights = with_shared(*choose_reference(chosen, router), logits, router)
+    _, weights = choose(logits, router)
     found_weights, exact_weights = (
         values.sort(dim=-1, descending=True).values.double() for values in (found.weights, weights)
     )

@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from kernels.moe.activation import Activation, activated_reference
-from kernels.moe.routing import Router, Routing, empty_routing, with_shared
+from kernels.moe.choice import choose
+from kernels.moe.routing import Router, Routing, empty_routing
 from kernels.moe.weights import ExpertProduct, exact_weight
 
 
@@ -19,35 +20,10 @@ def route_reference(
     """Choose the experts of x [T, H] in float32, or in float64 if x is; see route()."""
     exact = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(exact) @ weight.to(exact).T
-    chosen = logits[:, : router.num_experts]
     if bias is not None:
-        chosen += bias.to(exact)
-    ids, weights = with_shared(*choose_reference(chosen, router, correction_bias), logits, router)
+        logits[:, : router.num_experts] += bias.to(exact)
+    ids, weights = choose(logits, router, correction_bias)
     return sort_reference(x, ids, weights.float(), router, owned)
-
-
-def choose_reference(logits: Tensor, router: Router, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return ids [T, k], ascending, and their weights from logits [T, E]. Of equal scores the lower id is chosen."""
-    scores = logits.sigmoid() if router.scoring == "sigmoid" else logits.softmax(-1)
-    choice = scores if router.scoring == "sigmoid" else logits
-    if correction_bias is not None:
-        choice = choice + correction_bias.to(choice.dtype)
-    if router.num_groups > 1:
-        choice = _in_chosen_groups(choice, router)
-    best = choice.sort(dim=-1, descending=True, stable=True).indices[:, : router.top_k]
-    ids = best.sort(dim=-1).values
-    weights = scores.gather(-1, ids)
-    if router.divides_by_chosen:
-        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if router.scoring == "sigmoid" else 0.0))
-    return ids, weights * router.scale
-
-
-def _in_chosen_groups(choice: Tensor, router: Router) -> Tensor:
-    groups = choice.view(len(choice), router.num_groups, -1)
-    sums = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
-    best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : router.num_chosen_groups]
-    is_chosen = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, value=True)
-    return groups.masked_fill(~is_chosen[..., None], -torch.inf).flatten(1)
 
 
 def sort_reference(x: Tensor, ids: Tensor, weights: Tensor, router: Router, owned: range | None = None) -> Routing:

@@ -100,14 +100,6 @@ class Routing:
         return self.ids.numel()
 
 
-def with_shared(ids: Tensor, weights: Tensor, logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """Return ids and weights [T, k] with those of the shared expert, if there is one; `logits` has its gate last."""
-    if router.shared == "none":
-        return ids, weights
-    of_shared = logits[:, -1:].sigmoid() if router.shared == "gated" else torch.ones_like(weights[:, :1])
-    return torch.cat((ids, torch.full_like(ids[:, :1], router.num_experts)), 1), torch.cat((weights, of_shared), 1)
-
-
 def block_rows_of(num_tokens: int, router: Router) -> int:
     """Return the rows per block: a power of two, at least the number of tokens up to 16.
 

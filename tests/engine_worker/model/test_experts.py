@@ -15,7 +15,7 @@ from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.linear import ExpertsLoad, RouterWeights
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.dense_cpu import combined
-from engine_worker.model.quantization.experts_cpu import choose
+from engine_worker.model.quantization.router_values import router_of
 from engine_worker.model.spec import ModelSpec
 from engine_worker.model.specs.experts import ExpertsSpec, RouterSpec, Scoring
 from engine_worker.model.specs.mlp import GateKind, GateSpec
@@ -23,6 +23,7 @@ from engine_worker.model.specs.names import ExpertNames
 from engine_worker.model.specs.part import Part
 from engine_worker.model.weight_format import DENSE, INT8, ONLINE, WeightFormat
 from engine_worker.model.weights import RandomWeights
+from kernels.moe.choice import choose
 from shared.model_files import ModelFilesError
 from tests.builders import make_request
 from tests.engine_worker.execution.reference import TINY, make_engine, make_runner, run_engine_to_end
@@ -86,7 +87,7 @@ def apply(
 
 def expected(spec: ExpertsSpec, tensors: dict[str, Tensor], x: Tensor) -> Tensor:
     """Return every expert's outputs in float64, weighted by zero if it was not chosen."""
-    ids, weights = choose(x @ tensors["mlp.gate.weight"].T, spec.router)
+    ids, weights = choose(x @ tensors["mlp.gate.weight"].T, router_of(spec.router))
     of_all = torch.zeros(len(x), EXPERTS, dtype=torch.float64).scatter_(1, ids, weights.double())
     total = torch.zeros_like(x, dtype=torch.float64)
     for expert in spec.experts:
@@ -170,29 +171,29 @@ def test_owned_experts_of_two_ranks_add_up() -> None:
 
 
 def test_equal_scores_choose_the_lower_experts() -> None:
-    ids, weights = choose(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]), router_spec(renormalize=True))
+    ids, weights = choose(torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]]), router_of(router_spec(renormalize=True)))
     assert ids.tolist() == [[1, 2]] and weights.tolist() == [[0.5, 0.5]]
 
 
 def test_softmax_weights_are_renormalized_and_scaled() -> None:
     logits = random(4, EXPERTS)
-    ids, plain = choose(logits, router_spec())
+    ids, plain = choose(logits, router_of(router_spec()))
     assert torch.equal(plain, logits.softmax(-1).gather(-1, ids))
-    _, chosen = choose(logits, router_spec(scoring=Scoring.SOFTMAX_OF_CHOSEN, scale=2.5))
+    _, chosen = choose(logits, router_of(router_spec(scoring=Scoring.SOFTMAX_OF_CHOSEN, scale=2.5)))
     torch.testing.assert_close(chosen, logits.gather(-1, ids).softmax(-1) * 2.5)
 
 
 def test_correction_bias_changes_the_choice_only() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -1.0]])
     correction = torch.tensor([-9.0, 0.0, 0.0, 0.0, 9.0])
-    ids, weights = choose(logits, router_spec(scoring=Scoring.SIGMOID), correction)
+    ids, weights = choose(logits, router_of(router_spec(scoring=Scoring.SIGMOID)), correction)
     assert ids.tolist() == [[1, 4]]
     assert torch.equal(weights, logits.sigmoid()[:, [1, 4]])
 
 
 def test_experts_come_from_the_best_groups() -> None:
     router = RouterSpec(num_experts=6, top_k=2, scoring=Scoring.SIGMOID, num_groups=3, num_chosen_groups=1)
-    ids, _ = choose(torch.tensor([[5.0, -5.0, 2.0, 2.0, 1.0, 1.0]]), router)
+    ids, _ = choose(torch.tensor([[5.0, -5.0, 2.0, 2.0, 1.0, 1.0]]), router_of(router))
     assert ids.tolist() == [[2, 3]]  # the best single expert is in a group with a lower sum
 
 

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from engine_worker.model.quantization.dense_cpu import combined
-from engine_worker.model.quantization.experts_cpu import choose
 from engine_worker.model.quantization.router_values import router_of
 from engine_worker.model.specs.experts import RouterSpec
 from engine_worker.model.specs.experts import Scoring as SpecScoring
@@ -16,6 +15,7 @@ from kernels.cpu.experts import PackedExperts
 from kernels.cpu.library import CpuLibrary, cpu_library
 from kernels.cpu.linear import Gate, GateLimits, PackedLinear, quantized, quantized_to_4_bits
 from kernels.cpu.program import Buffers, NotRecordable, recording
+from kernels.moe.choice import choose
 from kernels.moe.routing import Router, Shared
 from tests.kernels.cpu.emulation import EmulatedLibrary, emulated
 
@@ -118,7 +118,7 @@ def test_choice_is_that_of_torch(changes: dict[str, Any], num_experts: int, top_
     ids, weights = PackedExperts(router_of(spec), linears(num_experts)[:1], Gate.SILU, correction=correction).choose(
         logits
     )
-    wanted_ids, wanted_weights = choose(logits, spec, correction)
+    wanted_ids, wanted_weights = choose(logits, router_of(spec), correction)
     assert torch.equal(ids, wanted_ids)
     torch.testing.assert_close(weights, wanted_weights, rtol=1e-5, atol=1e-7)  # exponentials round in other ways
 
@@ -144,4 +144,4 @@ def test_program_chooses_the_experts_of_its_step() -> None:
         recorded.program.run()
         assert torch.equal(out, made(x, logits))
     with pytest.raises(NotRecordable), recording(cpu_library(), buffers):
-        choose(logits, RouterSpec(num_experts=7, top_k=3))
+        choose(logits, Router(num_experts=7, top_k=3))

@@ -8,17 +8,17 @@ import torch
 from bench.kernel.cases import measure_error, rounding_tolerance
 from kernels.fp8_kv import E4M3
 from kernels.moe.activation import Activation, Gate, SquaredRelu, activated_reference, num_halves
+from kernels.moe.choice import choose
 from kernels.moe.experts import apply_experts_triton, kernel_of
 from kernels.moe.grouped_product import grouped_product, scaled_tiles_of
 from kernels.moe.mxfp4 import pack_mxfp4
 from kernels.moe.reference import (
     apply_experts_reference,
-    choose_reference,
     route_reference,
     sort_reference,
 )
 from kernels.moe.route import route_triton
-from kernels.moe.routing import Router, Routing, with_shared
+from kernels.moe.routing import Router, Routing
 from kernels.moe.weights import ExpertProduct, Int4Experts, ScaledExperts, pack_int4
 from kernels.scaled import quantize_groups_reference, quantize_rows_reference
 
@@ -64,8 +64,8 @@ def test_route_equals_the_reference(router: Router, num_tokens: int) -> None:
     correction = random(router.num_experts, seed=3) * 0.1 if router.scoring == "sigmoid" else None
     found = route_triton(x, weight, router, bias, correction)
     logits = x.double() @ weight.double().T
-    chosen = logits[:, : router.num_experts] + bias.double()
-    ids, weights = with_shared(*choose_reference(chosen, router, correction), logits, router)
+    logits[:, : router.num_experts] += bias.double()
+    ids, weights = choose(logits, router, correction)
     assert_same_lists(found, sort_reference(x, ids, weights.float(), router))
     assert torch.allclose(found.weights.double(), weights, rtol=1e-5)
 
