@@ -1,5 +1,6 @@
-"""Hidden states after each layer of a model, by this engine and by transformers, for one prompt in one step."""
+"""Hidden states after each layer of a model, by this engine and by transformers, with one step per prompt."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,22 +31,25 @@ class Watched(DecoderLayer):
         return hidden, residual
 
 
-def ours(directory: Path, token_ids: list[int]) -> list[Tensor]:
-    """Return the state [T, H] after each layer of this engine's network."""
+def ours(directory: Path, prompts: Sequence[list[int]]) -> list[Tensor]:
+    """Return the states [T, H] of all prompts after each layer of this engine's network."""
     found = blueprint_from_directory(directory, "native")
     weights = SafetensorsWeights(directory, torch.device("cpu"), torch.float32, lambda share, detail: None)
     model = found.build(weights, 64, is_deterministic=False)
     assert isinstance(model, Network)
     states: list[Tensor] = []
-    model._layers = [Watched(layer, states) for layer in model._layers]
+    layers = model._layers
+    model._layers = [Watched(layer, states) for layer in layers]
     layout = kv_layout(found.shape, BLOCK_SIZE, "float32", max_groups=1)
-    device = attached(model, layout, NUM_BLOCKS)
-    model.forward(step(0, token_ids), device)
-    return states
+    for token_ids in prompts:
+        model.forward(step(0, token_ids), attached(model, layout, NUM_BLOCKS))
+    return [torch.cat(states[layer :: len(layers)]) for layer in range(len(layers))]
 
 
 @torch.inference_mode()
-def of_transformers(directory: Path, token_ids: list[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def of_transformers(
+    directory: Path, prompts: Sequence[list[int]], dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     """Return the same of transformers, by hooks: the last state of `output_hidden_states` is already normed."""
     # The default form of experts takes no float64.
     model = load_transformers(directory, dtype=dtype, experts_implementation="eager")
@@ -54,7 +58,9 @@ def of_transformers(directory: Path, token_ids: list[int], dtype: torch.dtype = 
     def keep(_module: object, _inputs: object, output: Tensor | tuple[Tensor, ...]) -> None:
         states.append((output if isinstance(output, Tensor) else output[0])[0].clone())
 
-    for layer in model.get_decoder().layers:
+    layers = model.get_decoder().layers
+    for layer in layers:
         layer.register_forward_hook(keep)
-    model(torch.tensor([token_ids]))
-    return states
+    for token_ids in prompts:
+        model(torch.tensor([token_ids]))
+    return [torch.cat(states[layer :: len(layers)]) for layer in range(len(layers))]
