@@ -224,11 +224,16 @@ class Int4Scheme:
     def bytes_while_loading(self, shape: Shape, itemsize: int) -> int:
         """Return the size of a weight [rows, columns] that is rounded while it loads; `itemsize`: if it is not."""
         group = self.group_that_divides(shape[-1])
-        return self._num_bytes(shape, group) if group else math.prod(shape) * itemsize
+        count = math.prod(shape)
+        return count // 2 + count // group * (4 if self.has_minimum(shape[-1]) else 2) if group else count * itemsize
 
     def group_that_divides(self, inputs: int) -> int:
         """Return the largest group of the kernels, at most the scheme's, that divides `inputs`; 0: none does."""
         return next((size for size in INT4_GROUPS if size <= self.group and inputs % size == 0), 0)
+
+    def has_minimum(self, inputs: int) -> bool:
+        """Return whether a linear layer that is rounded while it loads has a minimum per group; experts have none."""
+        return self.group_that_divides(inputs) == INT4_GROUP
 
     def bytes_in_groups(self, shape: Shape) -> int:
         """Return the size of a weight [rows, columns] as a CPU multiplies it: one scale per 32 columns."""
@@ -306,9 +311,10 @@ AS_STORED_ON_GPUS = WeightFormat(name="blocks of 4 bits of the GGUF file")
 
 
 def int4_while_loading(group: int) -> WeightFormat:
-    """Return the format of weights that are rounded to symmetric 4-bit groups while they load, for GPUs.
+    """Return the format of weights that are rounded to 4-bit groups while they load, for GPUs.
 
-    A layer whose inputs `group` does not divide has the next smaller group of INT4_GROUPS, or stays in 16 bits.
+    Groups are symmetric; those of 32 inputs have a minimum, except in experts. A layer whose inputs `group` does not
+    divide has the next smaller group of INT4_GROUPS, or stays in 16 bits.
     """
     scheme = Int4Scheme(packing=Packing.COMPRESSED_TENSORS, group=group, has_zeros=False)
     name = f"int4 in groups of {group}, quantized while loading"

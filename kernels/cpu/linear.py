@@ -21,13 +21,14 @@ from kernels.cpu.library import InstructionSet, address, cpu_library, num_thread
 
 GROUP = 32  # inputs per scale
 _OUTPUTS = 16  # per block
-_INT8_MAX, _INT4_MAX = 127, 15
+_INT8_MAX = 127
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}  # values of csrc/linear_weight.h
 _FUNCTIONS = {InstructionSet.AVX2: "pagestream_linear_avx2", InstructionSet.AVX512_VNNI: "pagestream_linear_avx512"}
 _PLAIN = "pagestream_linear_plain"
 _NO_MEMORY = 1
 _TRIED_ROWS = (5, 13, 19, 23)  # cover tiles of 4 and 1 rows, and AVX-512 panels of 6 to 12 rows
 _QUANTIZED_AT_ONCE = 2**14  # numbers: they fit a cache, and operators on so few wake no threads
+_ROUNDED_AT_ONCE = 2**22  # numbers in float32
 _ROUNDING = 1.5 * 2**23  # adding it rounds a float32; round() would wake threads from 2,048 numbers on
 
 Kernel = Any  # a function of the library
@@ -159,28 +160,32 @@ def _quantize(weight: Tensor, quants: Tensor, scales: Tensor) -> None:
 
 
 def quantized_to_4_bits(weight: Tensor) -> GroupedWeight:
-    """Quantize a weight [N, K] to INT4_MINIMUM, with the smallest number of each group at 0 and the largest at 15.
-
-    Numbers are rounded against the stored float16 scale and minimum.
+    """Quantize a weight [N, K] to INT4_MINIMUM with a small squared error; kernels/w4a16/rounding.py describes how.
 
     Raises:
         ValueError: If a scale or minimum does not fit float16.
+        NoLibrary: If there is no library.
     """
-    parts = [_quantized_to_4_bits(part) for part in weight.split(max(1, _QUANTIZED_AT_ONCE // max(1, weight.shape[1])))]
-    return joined_rows(parts)
-
-
-def _quantized_to_4_bits(weight: Tensor) -> GroupedWeight:
-    groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
-    low = groups.amin(2)
-    scales, minima = ((groups.amax(2) - low) / _INT4_MAX).half(), low.half()
-    if not (scales.isfinite().all() and minima.isfinite().all()):
+    rows, columns = weight.shape
+    num_groups = -(-columns // GROUP)
+    quants = torch.empty((rows, num_groups, GROUP // 2), dtype=torch.uint8)
+    scales, minima = (torch.empty((rows, num_groups), dtype=torch.float16) for _ in range(2))
+    at_once = max(1, _ROUNDED_AT_ONCE // max(1, columns))
+    for first in range(0, rows, at_once):
+        part = weight[first : first + at_once].float().contiguous()
+        outputs = (address(each[first:]) for each in (quants, scales, minima))
+        _rounding_kernel()(part.data_ptr(), len(part), columns, *outputs, num_threads())
+    if not scales.isfinite().all():
         raise ValueError("cannot quantize to 4 bits: a weight is NaN, infinite or too large for a float16 scale")
-    exact = scales.float()[..., None]
-    numbers = (groups - minima.float()[..., None]).div_(exact.masked_fill_(exact == 0, 1))
-    values = numbers.add_(_ROUNDING).sub_(_ROUNDING).clamp_(0, _INT4_MAX).to(torch.uint8)
-    quants = values[..., : GROUP // 2] | values[..., GROUP // 2 :] << 4
     return GroupedWeight(GroupFormat.INT4_MINIMUM, quants, scales, minima)
+
+
+@cache
+def _rounding_kernel() -> Kernel:
+    function = cpu_library().functions.pagestream_round_to_4_bits
+    function.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3, ctypes.c_int]
+    function.restype = None
+    return function
 
 
 class LinearWeight(ctypes.Structure):

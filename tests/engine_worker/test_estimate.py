@@ -170,7 +170,9 @@ def test_estimate_fp8_weights_count_bytes_and_scales(
     assert found["weight_format"] == names[quantization]
 
 
-def test_estimate_int4_counts_a_scale_per_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_estimate_int4_counts_a_scale_per_group_and_minima_of_groups_of_32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     found = {}
     for group in (32, 128):
@@ -178,7 +180,7 @@ def test_estimate_int4_counts_a_scale_per_group(tmp_path: Path, capsys: pytest.C
         assert main(command) == 0
         found[group] = json.loads(capsys.readouterr().out)
     linear_weights = 32 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336)
-    scales_bytes = 2 * linear_weights * (1 / 32 - 1 / 128)
+    scales_bytes = 2 * linear_weights * (2 / 32 - 1 / 128)
     assert found[32]["weights_bytes"] - found[128]["weights_bytes"] == scales_bytes
     assert "32" in found[32]["weight_format"] and "128" in found[128]["weight_format"]
 

@@ -22,8 +22,6 @@ from engine_worker.model.weights import WeightSource
 from kernels.cpu.linear import GROUP, GroupedWeight, GroupFormat
 
 MIDDLE = 8  # zero point of symmetric weights
-_ROUNDED_AT_ONCE = 2**25  # numbers, whose rounding takes 20 bytes each
-_SCALE_FACTORS = [0.6 + 0.02 * step for step in range(28)]  # of the scale that reaches the extreme number
 # Places of eight numbers in AWQ's int32, lowest bits first: number 1 has the bits 16 to 19.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -48,38 +46,6 @@ class Int4Weight:
         numbers = (groups - self.zeros.to(torch.int8)[..., None]).float()
         exact: Tensor = numbers * self.scales[..., None]
         return exact.flatten(1)
-
-
-def rounded(weight: Tensor, group: int) -> Int4Weight:
-    """Round a weight [N, K] to symmetric groups of `group` inputs with float16 scales.
-
-    The number with the largest magnitude of a group becomes -8, or less where a smaller scale has a smaller squared
-    error: a clipped number costs less than coarse steps for all others.
-
-    Raises:
-        ValueError: If a scale does not fit float16.
-    """
-    parts = [_rounded(part, group) for part in weight.split(max(1, _ROUNDED_AT_ONCE // weight.shape[1]))]
-    values, scales = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-    return Int4Weight(values, torch.full_like(scales, MIDDLE, dtype=torch.uint8), scales)
-
-
-def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    groups = weight.float().unflatten(1, (-1, group))
-    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True)).squeeze(2)
-    scales, values = torch.zeros_like(extreme), torch.zeros_like(groups, dtype=torch.uint8)
-    least = torch.full_like(extreme, torch.inf)
-    for factor in _SCALE_FACTORS:
-        tried = (extreme * (-factor / MIDDLE)).half().float()
-        if not tried.isfinite().all():
-            raise ValueError("cannot quantize to 4 bits: a weight is NaN, infinite or too large for a float16 scale")
-        divisors = tried.masked_fill(tried == 0, 1)[..., None]
-        numbers = (groups / divisors).round_().clamp_(-MIDDLE, MIDDLE - 1)
-        errors = (numbers * tried[..., None]).sub_(groups).square_().sum(2)
-        is_better = errors < least
-        least, scales = torch.where(is_better, errors, least), torch.where(is_better, tried, scales)
-        values = torch.where(is_better[..., None], (numbers + MIDDLE).to(torch.uint8), values)
-    return values.flatten(1), scales
 
 
 def in_groups(weight: Int4Weight) -> GroupedWeight | None:

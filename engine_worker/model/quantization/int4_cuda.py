@@ -25,7 +25,7 @@ from engine_worker.model.linear import (
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.dequantized import DequantizedMethod
 from engine_worker.model.quantization.experts_cuda import CudaExperts
-from engine_worker.model.quantization.int4 import MIDDLE, Int4Weight, read_int4, rounded
+from engine_worker.model.quantization.int4 import MIDDLE, Int4Weight, read_int4
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.mlp import GateKind, GateSpec
 from engine_worker.model.specs.part import Role
@@ -37,6 +37,7 @@ from kernels.scaled import Scaling
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.w4a16.dequantize import dequantize
 from kernels.w4a16.few_rows import INVARIANT_ROWS, MAX_ROWS, w4_linear
+from kernels.w4a16.rounding import rounded_symmetric, rounded_with_minimum
 from kernels.w4a16.weights import GROUPS, W4Weight, pack_w4, why_not_packed
 
 logger = logging.getLogger("worker")
@@ -63,7 +64,7 @@ class Int4Method:
         if why := why_no_kernels(source) or self._why_dequantized(spec, schemes):
             log_16_bits(spec.role, why)
             return self._dequantized.load(spec, source)
-        weight = _packed(self._numbers(spec, schemes, source), is_gated=spec.role is Role.GATE_UP)
+        weight = self._packed(spec, schemes, source)
         source.keep_as(0, weight.nbytes)
         bias = rows_of(spec, source, "bias", ()) if spec.bias else None
         return W4Linear(weight, bias, is_deterministic=self._is_deterministic)
@@ -88,13 +89,24 @@ class Int4Method:
     def head(self, weight: Tensor, name: str, source: WeightSource) -> Head:
         return self._dequantized.head(weight, name, source)
 
+    def _packed(self, spec: LinearSpec, schemes: list[Int4Scheme], source: WeightSource) -> W4Weight:
+        is_gated = spec.role is Role.GATE_UP
+        if self._format.is_online and schemes[0].has_minimum(spec.inputs):
+            values, scales, minima = rounded_with_minimum(
+                _rows(spec, source), schemes[0].group_that_divides(spec.inputs)
+            )
+            return pack_w4(values, scales, minima=minima, is_gated=is_gated)
+        numbers = self._numbers(spec, schemes, source)
+        scales = _narrow(numbers.scales)
+        zeros = None if bool((numbers.zeros == MIDDLE).all()) else numbers.zeros
+        return pack_w4(numbers.values, scales if scales.itemsize == 2 else scales.bfloat16(), zeros, is_gated=is_gated)
+
     def _numbers(self, spec: LinearSpec, schemes: list[Int4Scheme], source: WeightSource) -> Int4Weight:
-        """Return the numbers of a layer in groups of the kernels: those of the checkpoint, or rounded ones."""
+        """Return the numbers of a layer in groups of the kernels: those of the checkpoint, or symmetric ones."""
         if not self._format.is_online:
             return stored_numbers(spec, schemes, source)
-        rows = rows_of(spec, source, "weight", (spec.inputs,))
-        source.keep_as(rows.nbytes, 0)
-        return rounded(rows, schemes[0].group_that_divides(spec.inputs))
+        values, scales = rounded_symmetric(_rows(spec, source), schemes[0].group_that_divides(spec.inputs))
+        return Int4Weight(values, torch.full_like(scales, MIDDLE, dtype=torch.uint8), scales)
 
     def _why_dequantized(self, spec: LinearSpec, schemes: list[Int4Scheme]) -> str:
         if not self._format.is_online:
@@ -193,10 +205,11 @@ def stored_numbers(spec: LinearSpec, schemes: list[Int4Scheme], source: WeightSo
     return Int4Weight(values, zeros, scales)
 
 
-def _packed(numbers: Int4Weight, *, is_gated: bool) -> W4Weight:
-    scales = _narrow(numbers.scales)
-    zeros = None if bool((numbers.zeros == MIDDLE).all()) else numbers.zeros
-    return pack_w4(numbers.values, scales if scales.itemsize == 2 else scales.bfloat16(), zeros, is_gated=is_gated)
+def _rows(spec: LinearSpec, source: WeightSource) -> Tensor:
+    """Return the 16-bit weight of a layer, whose bytes count as not kept."""
+    rows = rows_of(spec, source, "weight", (spec.inputs,))
+    source.keep_as(rows.nbytes, 0)
+    return rows
 
 
 def _narrow(scales: Tensor) -> Tensor:

@@ -47,9 +47,7 @@ def ours(directory: Path, prompts: Sequence[list[int]]) -> list[Tensor]:
 
 
 @torch.inference_mode()
-def of_transformers(
-    directory: Path, prompts: Sequence[list[int]], dtype: torch.dtype = torch.float32
-) -> list[Tensor]:
+def of_transformers(directory: Path, prompts: Sequence[list[int]], dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Return the same of transformers, by hooks: the last state of `output_hidden_states` is already normed."""
     # The default form of experts takes no float64.
     model = load_transformers(directory, dtype=dtype, experts_implementation="eager")

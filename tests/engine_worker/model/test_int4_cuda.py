@@ -13,12 +13,12 @@ from engine_worker.model.checkpoint_tensors import network_tensors
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.network import Network
 from engine_worker.model.quantization import linear_method
-from engine_worker.model.quantization.int4 import rounded
 from engine_worker.model.quantization.int4_cuda import Int4Method
 from engine_worker.model.spec import ModelSpec, kv_layout
 from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import DENSE, WeightFormat
 from engine_worker.model.weights import SafetensorsWeights
+from kernels.w4a16.rounding import rounded_symmetric, rounded_with_minimum
 from tests.engine_worker.model.families import write_family
 from tests.engine_worker.model.family_cases import Case
 from tests.engine_worker.model.int4_checkpoints import LAYOUTS, LLAMA, QWEN3_MOE, write_int4
@@ -107,9 +107,20 @@ def write_rounded(directory: Path, spec: ModelSpec, rounded_directory: Path, gro
     layers = {one.name for one in network_tensors(spec) if one.product not in {None, Role.HEAD}}
     for name in layers & tensors.keys():
         inputs = tensors[name].shape[1]
-        tensors[name] = rounded(tensors[name], next(size for size in (group, 64) if inputs % size == 0)).exact()
+        size = next(size for size in (group, 64) if inputs % size == 0)
+        tensors[name] = rounded_numbers(tensors[name], size, has_minimum=size == 32 and ".experts." not in name)
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
     save_file(tensors, rounded_directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def rounded_numbers(weight: torch.Tensor, group: int, *, has_minimum: bool) -> torch.Tensor:
+    if has_minimum:
+        values, scales, minima = rounded_with_minimum(weight, group)
+        exact = values.unflatten(1, (-1, group)) * scales.float()[..., None] + minima.float()[..., None]
+    else:
+        values, scales = rounded_symmetric(weight, group)
+        exact = (values.unflatten(1, (-1, group)).float() - 8) * scales[..., None]
+    return exact.flatten(1)
 
 
 @pytest.mark.timeout(600)

@@ -15,7 +15,7 @@ from engine_worker.model.network import Network
 from engine_worker.model.preflight import check_files
 from engine_worker.model.quantization import linear_method
 from engine_worker.model.quantization.grouped import Int4Numbers
-from engine_worker.model.quantization.int4 import read_int4, rounded
+from engine_worker.model.quantization.int4 import read_int4
 from engine_worker.model.quantization.int4_cuda import int4_experts, stored_numbers
 from engine_worker.model.sharding import tensor_parts
 from engine_worker.model.spec import ModelSpec, kv_layout
@@ -172,31 +172,6 @@ def test_scales_of_another_shape_are_refused(tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name][:2].contiguous()}, path)
     with pytest.raises(ValueError, match=rf"{name} has shape \(2, 384\); config.json requires \(4, 384\)"):
         check_files(model.directory)
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_rounding_keeps_numbers_of_symmetric_groups(group: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    integers = torch.randint(-8, 8, (64, 256), generator=generator).float()
-    integers[:, ::group] = -8.0
-    signs = torch.tensor([1.0, -1.0]).repeat(32)[:, None]
-    scales = torch.rand(64, 256 // group, generator=generator).half().float() * signs
-    weight = (integers.unflatten(1, (-1, group)) * scales[..., None]).flatten(1)
-    found = rounded(weight, group)
-    assert torch.equal(found.exact(), weight) and found.scales.shape == scales.shape
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_rounding_is_better_than_the_scale_of_the_extreme(group: int) -> None:
-    """The least squared error of a normal weight, which no other scale of the group improves by a tenth."""
-    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(2)) * 0.02
-    groups = weight.unflatten(1, (-1, group))
-    error = (rounded(weight, group).exact() - weight).unflatten(1, (-1, group)).square().sum(2)
-    extreme = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    for factor in torch.linspace(0.3, 1.2, 91).tolist():
-        scale = extreme * (-factor / 8)
-        other = ((groups / scale).round().clamp(-8, 7) * scale - groups).square().sum(2)
-        assert (error <= other * 1.1).float().mean() > 0.99, factor
 
 
 def test_rounded_layers_get_the_largest_group_that_divides_their_inputs(tmp_path: Path) -> None:
