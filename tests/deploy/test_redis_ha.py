@@ -4,7 +4,7 @@ import asyncio
 import base64
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -77,20 +77,29 @@ async def connections() -> AsyncIterator[RedisConnections]:
     await opened.aclose()
 
 
-async def until_written(pods: Pods, connections: RedisConnections, text: bytes) -> str:
-    """Write, as soon as a primary with a replica is there; return the primary."""
-    assert connections.finder is not None
+async def until_found(pods: Pods, attempt: Callable[[], Awaitable[str]]) -> str:
+    """Return the first text that is not empty."""
     try:
         async with asyncio.timeout(ELECTION_SECONDS):
             while True:
                 with suppress(RedisError, OSError):
-                    await connections.commands.set(KEY, text)
-                    if await connections.commands.wait(1, 1_000):
-                        primary, _ = await connections.finder.find_primary()
-                        return primary
+                    if found := await attempt():
+                        return found
                 await asyncio.sleep(0.1)  # polls other processes
     except TimeoutError:
         raise AssertionError(pods.logs()) from None
+
+
+async def until_written(pods: Pods, connections: RedisConnections, text: bytes) -> str:
+    """Write, as soon as a primary with a replica is there; return the primary."""
+    finder = connections.finder
+    assert finder is not None
+
+    async def write() -> str:
+        await connections.commands.set(KEY, text)
+        return (await finder.find_primary())[0] if await connections.commands.wait(1, 1_000) else ""
+
+    return await until_found(pods, write)
 
 
 async def until_all_know_each_other() -> None:
@@ -116,13 +125,12 @@ async def test_a_pod_may_fail_and_all_may_restart(pods: Pods, connections: Redis
         pods.kill(pod)
     for pod in PODS:
         pods.start(pod)
-    async with asyncio.timeout(ELECTION_SECONDS):
-        while True:
-            # The first pod may have heard nothing of the others before: then it shows its old state until they reply.
-            with suppress(RedisError, OSError):
-                if await connections.commands.get(KEY) == b"third":
-                    break
-            await asyncio.sleep(0.1)  # polls other processes
+
+    async def third_again() -> str:
+        # The first pod may have heard nothing of the others before: then it shows its old state until they reply.
+        return "third" if await connections.commands.get(KEY) == b"third" else ""
+
+    await until_found(pods, third_again)
     await until_written(pods, connections, b"fourth")
 
 
