@@ -313,8 +313,8 @@ AS_STORED_ON_GPUS = WeightFormat(name="blocks of 4 bits of the GGUF file")
 def int4_while_loading(group: int) -> WeightFormat:
     """Return the format of weights that are rounded to 4-bit groups while they load, for GPUs.
 
-    Groups are symmetric; those of 32 inputs have a minimum, except in experts. A layer whose inputs `group` does not
-    divide has the next smaller group of INT4_GROUPS, or stays in 16 bits.
+    Groups are symmetric; those of 32 inputs, except in experts, have a minimum instead. A layer whose inputs `group`
+    does not divide has the next smaller group of INT4_GROUPS, or stays in 16 bits.
     """
     scheme = Int4Scheme(packing=Packing.COMPRESSED_TENSORS, group=group, has_zeros=False)
     name = f"int4 in groups of {group}, quantized while loading"

@@ -24,7 +24,7 @@ struct Fit {
 
 float in_half(float x) { return _cvtsh_ss(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT)); }
 
-// The nearest integers 0 to 15 of (x - minimum) * factor; NaN stays NaN.
+// The nearest integers 0 to 15 of (x - lowest) * factor; NaN stays NaN.
 Numbers integers(const Numbers& x, float lowest, float factor) {
     const Vec whole = splat(1.5f * (1 << 23));  // a float32 of this size has no fraction
     Numbers found;
@@ -58,10 +58,11 @@ Fit least_squares(const Numbers& x, const Numbers& quants) {
         squares = fma(quants.of[i], quants.of[i], squares);
         products = fma(quants.of[i], x.of[i], products);
     }
+    enum { X, QUANTS, SQUARES, PRODUCTS };
     float of[4];
     _mm_storeu_ps(of, sums(x_sum, quant_sum, squares, products));
-    const float scale = (GROUP * of[3] - of[0] * of[1]) / (GROUP * of[2] - of[1] * of[1]);
-    return {in_half(scale), in_half((of[0] - scale * of[1]) / GROUP)};
+    const float scale = (GROUP * of[PRODUCTS] - of[X] * of[QUANTS]) / (GROUP * of[SQUARES] - of[QUANTS] * of[QUANTS]);
+    return {in_half(scale), in_half((of[X] - scale * of[QUANTS]) / GROUP)};
 }
 
 Fit best_fit(const Numbers& x) {
