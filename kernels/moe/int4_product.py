@@ -14,7 +14,7 @@ from kernels.dependent_launch import dependent_launch
 from kernels.moe.activation import Activation, launch_options, num_halves
 from kernels.moe.grouped_product import PROGRAMS, GroupedTiles, of_block, store_sums
 from kernels.moe.routing import BLOCK_FIELDS, Routing
-from kernels.moe.weights import INT4_MIDDLE, ExpertProduct, Int4Experts
+from kernels.moe.weights import MIDDLE, ExpertProduct, Int4Experts
 
 # Four bytes become eight bfloat16. From 128 on, the lowest bits of a bfloat16 are an integer. sm_80 has no sums and
 # products of bfloat16 except fma. $0, $1: of the low bits; $2, $3: of the high ones; $4: bytes; $5, $6: scales; $7, $8:
@@ -176,7 +176,7 @@ def int4_product(
         NUM_INPUTS=num_inputs,
         TOP_K=0 if activation is None else routing.ids.shape[1],
         FIELDS=BLOCK_FIELDS,
-        MIDDLE=INT4_MIDDLE,
+        MIDDLE=MIDDLE,
         BLOCK_M=max(routing.block_rows, 16),  # a dot has no fewer columns
         BLOCK_N=tiles.block_n,
         HALF=weight.group // 2,

@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels.moe.mxfp4 import Mxfp4Experts
 from kernels.scaled import GROUP
 
-INT4_MIDDLE = 8  # zero point of symmetric weights
+MIDDLE = 8  # zero point of symmetric weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Int4Experts:
     def exact_weight(self) -> Tensor:
         """Return the exact weight, [E, N, K], float32."""
         integers = torch.cat((self.values & 15, self.values >> 4), -1).float()
-        zeros = INT4_MIDDLE if self.zeros is None else self.zeros.float().mT[..., None]
+        zeros = MIDDLE if self.zeros is None else self.zeros.float().mT[..., None]
         exact: Tensor = ((integers - zeros) * self.scales.float().mT[..., None]).flatten(2)
         return exact
 

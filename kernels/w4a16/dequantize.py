@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.w4a16.weights import MIDDLE, Offset, W4Weight
+from kernels.moe.weights import MIDDLE
+from kernels.w4a16.weights import Offset, W4Weight
 
 _BLOCK = 64
 _FIRST_INTEGER = tl.constexpr(128.0)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.w4a16.weights import MIDDLE
+from kernels.moe.weights import MIDDLE
 
 _LARGEST = 15
 _AT_ONCE = 2**25  # numbers, whose rounding takes 20 bytes each

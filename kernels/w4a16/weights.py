@@ -11,8 +11,9 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from kernels.moe.weights import MIDDLE
+
 TILE = 64
-MIDDLE = 8  # zero point of symmetric weights
 GROUPS = (128, 64, 32)  # inputs per scale
 _WARP_ROWS = 16
 _ROWS_AT_ONCE = 2048  # of packing, whose steps have four bytes per value

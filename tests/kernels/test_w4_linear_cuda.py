@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels.w4a16.weights import GROUPS, MIDDLE, Offset, exact_weight, pack_w4, why_not_packed
+from kernels.moe.weights import MIDDLE
+from kernels.w4a16.weights import GROUPS, Offset, exact_weight, pack_w4, why_not_packed
 
 if torch.cuda.is_available():
     from kernels.w4a16.few_rows import w4_linear

@@ -20,8 +20,8 @@ from engine_worker.model.weight_format import (
 )
 from engine_worker.model.weights import WeightSource
 from kernels.cpu.linear import GROUP, GroupedWeight, GroupFormat
+from kernels.moe.weights import MIDDLE
 
-MIDDLE = 8  # zero point of symmetric weights
 # Places of eight numbers in AWQ's int32, lowest bits first: number 1 has the bits 16 to 19.
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 

@@ -25,14 +25,14 @@ from engine_worker.model.linear import (
 from engine_worker.model.quantization import dense
 from engine_worker.model.quantization.dequantized import DequantizedMethod
 from engine_worker.model.quantization.experts_cuda import CudaExperts
-from engine_worker.model.quantization.int4 import MIDDLE, Int4Weight, read_int4
+from engine_worker.model.quantization.int4 import Int4Weight, read_int4
 from engine_worker.model.quantization.rows import rows_of
 from engine_worker.model.specs.mlp import GateKind, GateSpec
 from engine_worker.model.specs.part import Role
 from engine_worker.model.weight_format import Int4Scheme, Scheme, WeightFormat
 from engine_worker.model.weights import WeightSource
 from kernels.moe.list_product import is_hopper
-from kernels.moe.weights import Int4Experts, pack_int4
+from kernels.moe.weights import MIDDLE, Int4Experts, pack_int4
 from kernels.scaled import Scaling
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.w4a16.dequantize import dequantize
