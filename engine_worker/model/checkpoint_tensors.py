@@ -28,7 +28,7 @@ def network_tensors(spec: ModelSpec) -> Iterator[TensorSpec]:
     for index, layer in enumerate(spec.layers):
         prefix = names.layer.format(index=index)
         for tensor in layer.tensors(names, spec.hidden_size):
-            yield TensorSpec(prefix + tensor.name, tensor.shape, tensor.product)
+            yield TensorSpec(prefix + tensor.name, tensor.shape, tensor.product, tensor.of_experts)
     yield TensorSpec(names.norm, (spec.hidden_size,))
     if not spec.tie_word_embeddings:
         yield TensorSpec(names.head, embedding, Role.HEAD)
@@ -82,7 +82,7 @@ def weights_bytes(spec: ModelSpec, itemsize: int) -> int:
             if stored.in_groups and isinstance(scheme, Int4Scheme):
                 size = scheme.bytes_in_groups(tensor.shape)
             elif stored.is_online and isinstance(scheme, Int4Scheme):
-                size = scheme.bytes_while_loading(tensor.shape, itemsize)
+                size = scheme.bytes_while_loading(tensor.shape, itemsize, of_experts=tensor.of_experts)
             else:
                 size = scheme.num_bytes(tensor.shape)
             total += size - math.prod(tensor.shape) * itemsize

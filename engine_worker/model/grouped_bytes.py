@@ -60,9 +60,7 @@ def why_not_on_gpu(types: Collection[str], rows: int, inputs: int) -> str:
 
 def _bytes_on_gpu(spec: ModelSpec, itemsize: int, tensors: Mapping[str, Shape], types: Mapping[str, str]) -> int:
     total = sum(map(math.prod, tensors.values())) * itemsize
-    for names, _ in _linear_layers(spec):
-        if ".experts." in names[0]:
-            continue  # they have 16 bits
+    for names, _ in _linear_layers(spec, has_experts=False):  # they have 16 bits
         found = {types.get(name, "") for name in names}
         rows, inputs = sum(tensors[name][-2] for name in names), tensors[names[0]][-1]
         if not why_not_on_gpu(found, rows, inputs):
@@ -82,11 +80,12 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
-def _linear_layers(spec: ModelSpec) -> Iterator[tuple[tuple[str, ...], int]]:
+def _linear_layers(spec: ModelSpec, *, has_experts: bool = True) -> Iterator[tuple[tuple[str, ...], int]]:
     """Yield the parts of each linear layer, and the number of halves of its outputs."""
     weights = (tensor for tensor in network_tensors(spec) if tensor.product not in {None, Role.HEAD})
-    for product, parts in groupby(weights, lambda tensor: tensor.product):
-        yield tuple(tensor.name for tensor in parts), 2 if product is Role.GATE_UP else 1
+    for (product, of_experts), parts in groupby(weights, lambda tensor: (tensor.product, tensor.of_experts)):
+        if has_experts or not of_experts:
+            yield tuple(tensor.name for tensor in parts), 2 if product is Role.GATE_UP else 1
 
 
 def _in_groups(names: Sequence[str], halves: int, tensors: Mapping[str, Shape], types: Mapping[str, str]) -> int:

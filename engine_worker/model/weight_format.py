@@ -221,11 +221,11 @@ class Int4Scheme:
         group = self.group or shape[COLUMNS]
         return self._num_bytes(shape, next((size for size in INT4_GROUPS if group % size == 0), group))
 
-    def bytes_while_loading(self, shape: Shape, itemsize: int) -> int:
+    def bytes_while_loading(self, shape: Shape, itemsize: int, *, of_experts: bool) -> int:
         """Return the size of a weight [rows, columns] that is rounded while it loads; `itemsize`: if it is not."""
-        group = self.group_that_divides(shape[-1])
-        count = math.prod(shape)
-        return count // 2 + count // group * (4 if self.has_minimum(shape[-1]) else 2) if group else count * itemsize
+        group, count = self.group_that_divides(shape[-1]), math.prod(shape)
+        of_group = 4 if self.has_minimum(shape[-1]) and not of_experts else 2
+        return count // 2 + count // group * of_group if group else count * itemsize
 
     def group_that_divides(self, inputs: int) -> int:
         """Return the largest group of the kernels, at most the scheme's, that divides `inputs`; 0: none does."""

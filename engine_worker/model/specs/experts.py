@@ -152,8 +152,8 @@ class ExpertsSpec:
     def _stacked(self, names: NamesSpec, hidden: int) -> Iterator[TensorSpec]:
         experts, inner, count = names.experts, self.inner, len(self.experts)
         role, outputs = self.entry
-        yield TensorSpec(experts.gate_up[0], self.stacked_shape(sum(outputs), hidden), role)
-        yield TensorSpec(experts.down, self.stacked_shape(hidden, inner), Role.DOWN)
+        yield TensorSpec(experts.gate_up[0], self.stacked_shape(sum(outputs), hidden), role, of_experts=True)
+        yield TensorSpec(experts.down, self.stacked_shape(hidden, inner), Role.DOWN, of_experts=True)
         if self.bias:
             yield TensorSpec(experts.gate_up_bias, (count, sum(outputs)))
             yield TensorSpec(experts.down_bias, (count, hidden))
@@ -162,9 +162,9 @@ class ExpertsSpec:
         role, outputs = self.entry
         for expert in self.experts:
             first = [name.format(expert=expert) for name in names.experts.gate_up]
-            yield from linear_tensors(role, first, outputs, hidden, bias=False)
+            yield from linear_tensors(role, first, outputs, hidden, bias=False, of_experts=True)
             down = names.experts.down.format(expert=expert)
-            yield from linear_tensors(Role.DOWN, (down,), (hidden,), self.inner, bias=False)
+            yield from linear_tensors(Role.DOWN, (down,), (hidden,), self.inner, bias=False, of_experts=True)
 
     def _parts_of_separate(self, names: NamesSpec, rank: int, size: int) -> Iterator[tuple[str, Part]]:
         experts, columns = names.experts, own_range(self.inner, rank, size)

@@ -24,11 +24,17 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor of a checkpoint; `product` is None for an embedding, a norm, a bias, or a router."""
+    """One tensor of a checkpoint.
+
+    Attributes:
+        product: None for an embedding, a norm, a bias, or a router.
+        of_experts: It is a weight of the experts among which a router chooses.
+    """
 
     name: str
     shape: Shape
     product: Role | None = None
+    of_experts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +73,12 @@ class PartSpec(Protocol):
 
 
 def linear_tensors(
-    product: Role, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool
+    product: Role, names: Sequence[str], outputs: Sequence[int], inputs: int, *, bias: bool, of_experts: bool = False
 ) -> Iterator[TensorSpec]:
     """Yield the tensors of linear layers that are separate, or fused into one tensor."""
     rows = outputs if len(names) == len(outputs) else (sum(outputs),)
     for name, size in zip(names, rows, strict=True):
-        yield TensorSpec(f"{name}.weight", (size, inputs), product)
+        yield TensorSpec(f"{name}.weight", (size, inputs), product, of_experts)
         if bias:
             yield TensorSpec(f"{name}.bias", (size,))
 

@@ -104,11 +104,11 @@ def write_rounded(directory: Path, spec: ModelSpec, rounded_directory: Path, gro
     """Write the model with the numbers that its linear layers are rounded to."""
     shutil.copytree(directory, rounded_directory)
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(directory / "model.safetensors").items()}
-    layers = {one.name for one in network_tensors(spec) if one.product not in {None, Role.HEAD}}
-    for name in layers & tensors.keys():
-        inputs = tensors[name].shape[1]
-        size = next(size for size in (group, 64) if inputs % size == 0)
-        tensors[name] = rounded_numbers(tensors[name], size, has_minimum=size == 32 and ".experts." not in name)
+    layers = [one for one in network_tensors(spec) if one.product not in {None, Role.HEAD} and one.name in tensors]
+    for layer in layers:
+        size = next(size for size in (group, 64) if layer.shape[1] % size == 0)
+        has_minimum = size == 32 and not layer.of_experts
+        tensors[layer.name] = rounded_numbers(tensors[layer.name], size, has_minimum=has_minimum)
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
     save_file(tensors, rounded_directory / "model.safetensors", metadata={"format": "pt"})
 

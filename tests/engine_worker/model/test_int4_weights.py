@@ -1,5 +1,6 @@
 """4-bit checkpoints give the logits of the same model in float32, dequantized or multiplied in groups on a CPU."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_worker.execution.settings import ExecutionSettings
-from engine_worker.model.checkpoint_tensors import checkpoint_tensors
+from engine_worker.model.checkpoint_tensors import checkpoint_tensors, network_tensors
 from engine_worker.model.implementation import blueprint_from_directory
 from engine_worker.model.linear import LinearSpec
 from engine_worker.model.network import Network
@@ -179,6 +180,17 @@ def test_rounded_layers_get_the_largest_group_that_divides_their_inputs(tmp_path
     blueprint = blueprint_from_directory(directory, "native", "int4", int4_group=128)
     assert blueprint.weight_kind == "int4"
     assert "groups of 128: 3, groups of 64: 18" in blueprint.weight_format
+
+
+def test_bytes_of_rounded_layers_count_minima_of_groups_of_32_outside_experts(tmp_path: Path) -> None:
+    directory = write_family(tmp_path, QWEN3_MOE)
+    in_16_bits = blueprint_from_directory(directory, "native").weights_bytes(1, 2)
+    in_4_bits = blueprint_from_directory(directory, "native", "int4", int4_group=32).weights_bytes(1, 2)
+    layers = {one.name: math.prod(one.shape) for one in network_tensors(spec_of(directory)) if one.product is not None}
+    experts = sum(size for name, size in layers.items() if ".experts." in name)
+    others = sum(layers.values()) - experts - layers["lm_head.weight"]
+    assert experts > 0 < others
+    assert in_16_bits - in_4_bits == experts * (2 - 1 / 2 - 2 / 32) + others * (2 - 1 / 2 - 4 / 32)
 
 
 def test_int4_in_other_groups_is_refused_on_a_cpu() -> None:
