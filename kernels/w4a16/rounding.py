@@ -42,9 +42,13 @@ def rounded_symmetric(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
 def rounded_with_minimum(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Round a weight to value * scale + minimum, as kernels/cpu/csrc/round_to_4_bits_avx2.cpp does.
 
-    The smallest and the largest number of a group at 0 and 15 are only a start: other ranges are tried, numbers are
-    rounded in each, and the scale and minimum of least squares for the integers are taken where the error falls; last,
-    the best ones are refined so.
+    At first, the smallest and the largest number of a group are at 0 and 15. Then other ranges are tried: numbers are
+    rounded, and a least-squares fit to the integers gives a scale and a minimum. The fit with the least squared error
+    is kept, and refined in the same way.
+
+    Args:
+        weight: [N, K].
+        group: Inputs per scale.
 
     Returns:
         The values, [N, K], uint8, then scales and minima, [N, K / group], float16.

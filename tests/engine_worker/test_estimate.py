@@ -170,9 +170,7 @@ def test_estimate_fp8_weights_count_bytes_and_scales(
     assert found["weight_format"] == names[quantization]
 
 
-def test_estimate_int4_counts_a_scale_per_group_and_minima_of_groups_of_32(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_estimate_int4_counts_scales_and_minima_of_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     found = {}
     for group in (32, 128):

@@ -182,7 +182,7 @@ def test_rounded_layers_get_the_largest_group_that_divides_their_inputs(tmp_path
     assert "groups of 128: 3, groups of 64: 18" in blueprint.weight_format
 
 
-def test_bytes_of_rounded_layers_count_minima_of_groups_of_32_outside_experts(tmp_path: Path) -> None:
+def test_bytes_of_rounded_layers_count_no_minima_of_experts(tmp_path: Path) -> None:
     directory = write_family(tmp_path, QWEN3_MOE)
     in_16_bits = blueprint_from_directory(directory, "native").weights_bytes(1, 2)
     in_4_bits = blueprint_from_directory(directory, "native", "int4", int4_group=32).weights_bytes(1, 2)
