@@ -12,8 +12,6 @@ from kernels.recurrent.batch import DraftedStates, PendingInputs, RecurrentBatch
 from kernels.recurrent.reference import TorchRecurrent
 from kernels.scaled import Scaling
 
-MAX_DIM = 512  # of a key or value, csrc/recurrent.h
-
 
 class _Sequences(Structure):
     _fields_ = (
@@ -125,7 +123,7 @@ class CompiledRecurrent:
         batch: RecurrentBatch,
         pending: PendingInputs | None,
     ) -> Tensor:
-        assert qkv.stride(1) == 1 and qkv.dtype == self._dtype and max(heads.key_dim, heads.value_dim) <= MAX_DIM
+        assert qkv.stride(1) == 1 and qkv.dtype == self._dtype
         assert gates.stride(1) == 1 and gates.dtype == self._dtype and states[0].is_contiguous()
         out = torch.empty(len(qkv), heads.value_size, dtype=self._dtype)
         scratch = torch.empty(len(batch.state_blocks) * heads.state_size if batch.may_keep_none else 0)

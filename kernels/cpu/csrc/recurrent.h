@@ -1,6 +1,8 @@
 // Layers with a recurrent state: each sequence token by token, so no sum depends on the step's chunks or other rows.
 #pragma once
 
+#include <vector>
+
 #include "activations.h"
 #include "rows.h"
 
@@ -41,7 +43,6 @@ namespace {
 
 constexpr int64_t CHANNELS = 16 * WIDTH;  // of a convolution's part
 constexpr int COLUMNS = 4;                // vectors of a state's row that are updated together
-constexpr int MAX_DIM = 512;  // of a key or value
 
 // The first `count` elements; the others are 0.
 template <typename T>
@@ -152,7 +153,9 @@ void recurrent_head(
     int64_t num_tokens, int head, float* state, T* out, int64_t out_stride) {
     const int key_dim = heads.key_dim, value_dim = heads.value_dim, size = heads.num_key_heads * key_dim;
     const int key_head = head / (heads.num_heads / heads.num_key_heads);
-    float query[MAX_DIM], key[MAX_DIM];
+    thread_local std::vector<float> query_and_key;
+    query_and_key.resize(2 * key_dim);
+    float *query = query_and_key.data(), *key = query + key_dim;
     for (int64_t token = 0; token < num_tokens; token++) {
         const T* row = qkv + token * stride;
         const T *queries = row + key_head * key_dim, *keys = queries + size;
@@ -188,9 +191,10 @@ void apply_pending(
     const StateHeads& heads, const Recurrence& rule, const Pending& old, int64_t num_pending, int head, float* state) {
     const int64_t channels = 2 * heads.num_key_heads * heads.key_dim + heads.num_heads * heads.value_dim;
     const int64_t num_gates = heads.num_heads + rule.step_at;
-    float outputs[MAX_DIM];
+    thread_local std::vector<float> outputs;
+    outputs.resize(heads.value_dim);
     recurrent_head<IS_DELTA>(
-        heads, rule, old.qkv, channels, old.gates, num_gates, num_pending, head, state, outputs, 0);
+        heads, rule, old.qkv, channels, old.gates, num_gates, num_pending, head, state, outputs.data(), 0);
 }
 
 // A part is one head of one sequence. `scratch` has a state for each sequence that must not write to its own.

@@ -9,8 +9,10 @@ from kernels.recurrent.batch import StateHeads
 from tests.kernels.recurrent_cases import SHAPES, Shape, check, check_chunks, check_drafts, check_mamba
 
 INSTRUCTION_SETS = cpu_library().instruction_sets
-# No vector divides the channels or the values of a head.
-ODD = {"odd sizes": Shape(StateHeads(3, 3, 7, 11), 3, (4, 9), (1, 2))}
+ODD = {
+    "no whole vectors": Shape(StateHeads(3, 3, 7, 11), 3, (4, 9), (1, 2)),
+    "a head of 600": Shape(StateHeads(1, 2, 520, 600), 4, (5,), (1,)),
+}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
