@@ -55,8 +55,15 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     if "moe" in types:
         kinds["moe"] = LayerSpec(mixer=None, mlp=_experts(config))
     layers = tuple(mixers_by_type(config, types, kinds))
-    eps = float(config.get("layer_norm_epsilon", 1e-5))
-    return model_spec(config, generation, layers[0], layers=layers, norm_eps=eps, names=_NAMES)
+    return model_spec(
+        config,
+        generation,
+        layers[0],
+        layers=layers,
+        norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
+        names=_NAMES,
+        tie_word_embeddings=False,  # transformers ignores config.json's value: files have lm_head.weight
+    )
 
 
 def _layer_types(config: Config) -> list[str]:
