@@ -142,7 +142,7 @@ def _rope(source: random.Random, config: Mapping[str, Any], model_type: str) -> 
         return {"rope_parameters": {**stated, **factors}}
     if stated or model_type == "phi3" or source.random() < 0.5:
         return {}
-    scaling = source.choice([
+    scaling: dict[str, Any] = source.choice([
         {"rope_type": "default"},
         {"rope_type": "linear", "factor": 2.5},
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -151,7 +151,7 @@ def _rope(source: random.Random, config: Mapping[str, Any], model_type: str) -> 
          "mscale": source.choice((None, 1.0)), "mscale_all_dim": source.choice((None, 0.7))},
     ])  # fmt: skip
     if model_type in PARTLY_ROTATED:
-        scaling["partial_rotary_factor"] = source.choice((0.25, 0.5, 1.0))
+        scaling = {**scaling, "partial_rotary_factor": source.choice((0.25, 0.5, 1.0))}
     return {"rope_parameters": {**scaling, "rope_theta": source.choice((1_000.0, 10_000.0, 5e5))}}
 
 

@@ -86,10 +86,20 @@ class KVWorld:
         self._is_caching = enable_prefix_caching
         self._num_sequences = 0
 
-    def fork(self, parent: Sequence) -> Sequence:
-        child = self._sequence(parent.prompt_token_ids, parent.output_token_ids)
-        self.manager.fork(parent, child, parent.kv.num_computed_tokens)
+    def fork(self, parent: Sequence, num_dropped: int = 0) -> Sequence:
+        """Fork without the last `num_dropped` computed tokens; the child has others there, and gets blocks for them."""
+        if num_dropped:
+            self.manager.release_outside_window()
+        num_tokens = max(0, parent.kv.num_computed_tokens - num_dropped)
+        if not self.manager.can_fork(parent, num_tokens):
+            num_tokens = parent.kv.num_computed_tokens
+        prompt, others = parent.token_ids(0, num_tokens), parent.token_ids(num_tokens, parent.num_tokens)
+        child = self._sequence(prompt, [token_id + 1 for token_id in others])
+        self.manager.fork(parent, child, num_tokens)
         self.running.append(child)
+        if num_tokens < parent.kv.num_computed_tokens:
+            self._make_room_for(child)
+            self._execute([])
         return child
 
     def leave(self, sequence: Sequence) -> None:

@@ -51,10 +51,10 @@ class KVMachine(RuleBasedStateMachine):
     def admit(self, prompt: list[int]) -> None:
         self.world.compute([], [Newcomer(prompt)])
 
-    @rule(data=st.data())
-    def fork(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), num_dropped=st.sampled_from([0, 0, 1, 5, 20]))
+    def fork(self, data: st.DataObject, num_dropped: int) -> None:
         if (sequence := self.pick(data)) is not None:
-            self.world.fork(sequence)
+            self.world.fork(sequence, num_dropped)
 
     @rule(data=st.data(), again=st.booleans())
     def leave(self, data: st.DataObject, again: bool) -> None:
@@ -161,7 +161,7 @@ def admit(world: KVWorld, random: Random) -> None:
 
 def fork(world: KVWorld, random: Random) -> None:
     if world.running and len(world.running) < 12:
-        world.fork(random.choice(world.running))
+        world.fork(random.choice(world.running), random.choice([0, 0, 0, 0, 0, 1, 5]))
 
 
 def leave(world: KVWorld, random: Random) -> None:
