@@ -389,7 +389,7 @@ def test_random_requests_in_full_pool_keep_guarantees(seed: int) -> None:
     run_full_pool(seed)
 
 
-def test_random_requests_beams_fork_before_the_first_passes_the_prompt() -> None:
+def test_preempted_beams_fork_at_the_end_of_the_prompt() -> None:
     """Regression: the first left a block in the groups with windows alone, and another beam wrote to it in all."""
     run_full_pool(7_300_452)
 
