@@ -5,7 +5,7 @@ prompt probably needs it: the setting for KV blocks decides (OffloadedPrefixes),
 expected to go on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
@@ -52,7 +52,9 @@ class Checkpoints:
         self._ends: dict[bytes, _End] = {}  # parent digest -> the checkpoint published last in the block after it
         self._parents: dict[BlockKey, bytes] = {}  # the same by key
 
-    def longest_hit(self, sequence: Sequence, match: PrefixMatch, num_tokens: int, step: int) -> StateHit:
+    def longest_hit(
+        self, sequence: Sequence, match: PrefixMatch, num_tokens: int, step: int, can_copy: Callable[[int], bool]
+    ) -> StateHit:
         """Return the last checkpoint within a prefix whose KV is cached, filled by an earlier step.
 
         Args:
@@ -60,9 +62,10 @@ class Checkpoints:
             match: The KV of the prefix.
             num_tokens: Tokens of the prefix; the last ones may be a part of a block.
             step: The step being planned.
+            can_copy: Returns whether this step can copy full block i of the match.
         """
         here = on_host = StateHit()
-        for end, key in self._candidates(sequence, match, num_tokens):
+        for end, key in self._candidates(sequence, match, num_tokens, can_copy):
             block_id = self.pool.find(key)
             if block_id is not None and self._written[block_id] < step:
                 here = StateHit(end, block_id)
@@ -124,17 +127,19 @@ class Checkpoints:
         extend_digests(sequence, index, size)
         return parent_digest(sequence, index), pack_token_ids(sequence.token_ids(index * size, num_tokens))
 
-    def _candidates(self, sequence: Sequence, match: PrefixMatch, num_tokens: int) -> Iterator[tuple[int, BlockKey]]:
+    def _candidates(
+        self, sequence: Sequence, match: PrefixMatch, num_tokens: int, can_copy: Callable[[int], bool]
+    ) -> Iterator[tuple[int, BlockKey]]:
         """Yield the lengths at which there may be a checkpoint, longest first, and its key.
 
-        A checkpoint within a block needs a copy of the block, which is made on the device.
+        A checkpoint within a block needs a copy of the block.
         """
         size = self._block_size
         for index in range(match.num_blocks, -1, -1):
             start = index * size
-            has_block = index == match.num_blocks or index < match.num_device_blocks
-            end = self._ends.get(parent_digest(sequence, index)) if has_block else None
-            if end is not None and start + end.num_tokens <= num_tokens:
+            end = self._ends.get(parent_digest(sequence, index))
+            has_block = index == match.num_blocks or (end is not None and can_copy(index))
+            if end is not None and has_block and start + end.num_tokens <= num_tokens:
                 packed = pack_token_ids(sequence.token_ids(start, start + end.num_tokens))
                 if packed == end.packed_token_ids:
                     yield start + end.num_tokens, end.key

@@ -11,6 +11,7 @@ scheduler decides who is admitted and who yields. Block moves are collected unti
 
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from itertools import zip_longest
 
 from engine_worker.kv.attention_tables import AttentionTables
@@ -341,11 +342,13 @@ class KVCacheManager:
         """Return the longest reusable prefix, its recurrent state, and the tokens whose KV alone is cached."""
         if self._prefixes is None:
             return self._no_hit, StateHit(), 0
-        match = self._prefixes.longest_hit(sequence, self._accounting.step)
+        step = self._accounting.step
+        match = self._prefixes.longest_hit(sequence, step)
         num_tokens = match.num_blocks * self.block_size + match.num_copied_tokens
         if self._states is None:
             return match, StateHit(), num_tokens
-        state = self._states.longest_hit(sequence, match, num_tokens, self._accounting.step)
+        can_copy = partial(self._prefixes.can_copy, match, step=step)
+        state = self._states.longest_hit(sequence, match, num_tokens, step, can_copy)
         return match.shortened(state.num_tokens, self.block_size), state, num_tokens
 
     def _without_copy(self, match: PrefixMatch, state: StateHit) -> tuple[PrefixMatch, StateHit]:

@@ -115,7 +115,6 @@ class PrefixMatch:
 class _Child(NamedTuple):
     block_ids: list[int]  # one per group
     packed_token_ids: bytes
-    step: int  # the step whose forward pass computes it
 
 
 class PrefixCache:
@@ -132,6 +131,7 @@ class PrefixCache:
         self._parents: dict[int, bytes] = {}  # the same by block id
         self._partly_filled: set[int] = set()
         self._wanted: set[int] = set()  # block ids, all published
+        self._last_step, self._of_last_step = -1, set[int]()  # a step, and the blocks that it fills
 
     def match(self, sequence: Sequence, step: int) -> PrefixMatch:
         """Return the longest cached prefix of the tokens that need not be computed."""
@@ -143,6 +143,10 @@ class PrefixCache:
         num_found, hits = longest_common_hit(self._spans, keys, self._finds)
         found = PrefixMatch(num_found, tuple(GroupHit(first, block_ids) for first, block_ids in hits))
         return self._with_copy(sequence, found, limit, step)
+
+    def can_copy(self, block_ids: Iterable[int], step: int) -> bool:
+        """Return whether these published blocks are filled before `step` makes its copies."""
+        return self._last_step < step or self._of_last_step.isdisjoint(block_ids)
 
     def num_reusable_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens need not be computed if they are cached.
@@ -212,11 +216,15 @@ class PrefixCache:
             for group, table in enumerate(sequence.kv.tables)
             if index >= table.num_released and publish(table.blocks[index], (group, digest))
         ]
+        if step > self._last_step:
+            self._last_step, self._of_last_step = step, set()
+        if step == self._last_step:
+            self._of_last_step.update(published)
         if len(published) == self._num_groups:  # otherwise another sequence may compute a part of it in a later step
             parent = parent_digest(sequence, index)
             if parent in self._children:
                 self._forget_child(parent)
-            self._children[parent] = _Child(published, packed, step)
+            self._children[parent] = _Child(published, packed)
             for block_id in published:
                 self._parents[block_id] = parent
         return published
@@ -229,7 +237,7 @@ class PrefixCache:
 
     def _with_copy(self, sequence: Sequence, found: PrefixMatch, limit: int, step: int) -> PrefixMatch:
         child = self._children.get(parent_digest(sequence, found.num_blocks))
-        if child is None or child.step >= step:
+        if child is None or not self.can_copy(child.block_ids, step):
             return found
         start = found.num_blocks * self._block_size
         cached = array("I", child.packed_token_ids)

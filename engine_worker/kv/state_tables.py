@@ -17,7 +17,7 @@ chat, at the last multiple of 64 in a prompt, where two prompts diverge, and whe
 there. Without a free or evictable block, a checkpoint is skipped; it never preempts a sequence.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
 from engine_worker.kv.block_pool import PADDING_BLOCK_ID, BlockPool
@@ -76,9 +76,11 @@ class StateTables:
         """The state blocks in host memory, read-only for callers; None: states are not swapped."""
         return self._host.pool if self._host else None
 
-    def longest_hit(self, sequence: Sequence, match: PrefixMatch, num_tokens: int, step: int) -> StateHit:
+    def longest_hit(
+        self, sequence: Sequence, match: PrefixMatch, num_tokens: int, step: int, can_copy: Callable[[int], bool]
+    ) -> StateHit:
         """Return the last checkpoint within a prefix whose KV is cached. See Checkpoints.longest_hit()."""
-        return self._checkpoints.longest_hit(sequence, match, num_tokens, step)
+        return self._checkpoints.longest_hit(sequence, match, num_tokens, step, can_copy)
 
     def begin(self, sequence: Sequence, hit: StateHit, num_cached_tokens: int) -> None:
         """Give `sequence` a live state that continues from `hit`, and plan its checkpoints.

@@ -80,6 +80,12 @@ class StoredPrefixes:
             return match.without_copy()
         return PrefixMatch(num_found, tuple(_divided(first, ids, num_here) for first, ids in hits))
 
+    def can_copy(self, match: PrefixMatch, index: int, step: int) -> bool:
+        """Return whether the device has full block `index` of a hit, filled before `step` makes its copies."""
+        if index >= match.num_device_blocks:
+            return False
+        return self._cache.can_copy((hit.block_ids[index] for hit in match.groups), step)
+
     def adopt(self, sequence: Sequence, match: PrefixMatch, num_new: list[int], step: int) -> None:
         """Begin the tables of `sequence` with `match`, and complete each with its `num_new` blocks.
 

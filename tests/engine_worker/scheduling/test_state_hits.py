@@ -97,6 +97,24 @@ def test_hit_in_a_pool_without_room_for_its_copy_is_dropped() -> None:
     assert len(found) == 1 and cached == 0
 
 
+def test_state_within_a_block_that_this_step_fills_is_no_hit() -> None:
+    """Its KV was evicted. The first of two turns computes it again, and the copy for the second would run before that.
+
+    The fake model checks the tokens of each state and block that it reads.
+    """
+    sizes: dict[str, Any] = {"num_blocks": 40, "block_size": 4, "num_state_blocks": 9}
+    engine = make_engine(FakeModelRunner(**sizes), **sizes, max_model_len=156, eos_token_ids=())
+    prompt = draw(Random(6), 10)
+    tokens, _ = answer(engine, prompt, 2)  # 11 tokens are computed
+    answer(engine, draw(Random(7), 150), 6)
+    turns = [[*prompt, *tokens, *draw(Random(8 + turn), 5)] for turn in range(2)]
+    expected = [answer(engine_with(9), turn)[0] for turn in turns]
+    for number, turn in enumerate(turns):
+        engine.add_request(make_request(turn, f"{number}", max_tokens=20, ignore_eos=True))
+    answers = run_to_end(engine).tokens
+    assert [answers[f"{number}"] for number in range(2)] == expected
+
+
 @pytest.mark.parametrize("num_before", range(1, 9))
 def test_turn_after_an_end_among_right_drafts_finds_a_state_of_its_tokens(num_before: int) -> None:
     """The step in flight has followed drafts after the end, which were right too: the model goes on past any token.

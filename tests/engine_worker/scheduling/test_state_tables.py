@@ -28,14 +28,13 @@ def with_digests(prompt: list[int]) -> Sequence:
 
 def hit(tables: StateTables, prompt: list[int], step: int) -> int:
     """Return the tokens of the longest hit, if the KV of the whole prompt is cached."""
-    return tables.longest_hit(with_digests(prompt), cached(prompt), len(prompt), step).num_tokens
+    return tables.longest_hit(with_digests(prompt), cached(prompt), len(prompt), step, lambda index: True).num_tokens
 
 
-def cached(prompt: list[int], num_host_blocks: int = 0) -> PrefixMatch:
-    """Return the match of a prompt whose KV is cached; that of the last blocks is on the host."""
+def cached(prompt: list[int]) -> PrefixMatch:
+    """Return the match of a prompt whose KV is cached."""
     blocks = list(range(1, len(prompt) // BLOCK_SIZE + 1))
-    first = len(blocks) - num_host_blocks
-    return PrefixMatch(len(blocks), (GroupHit(0, blocks[:first], blocks[first:]),))
+    return PrefixMatch(len(blocks), (GroupHit(0, blocks),))
 
 
 def test_checkpoint_is_a_hit_from_the_next_step_on() -> None:
@@ -97,20 +96,22 @@ def test_last_checkpoint_becomes_the_state_that_continues_from_it() -> None:
     tables.release(first, STEP - 1)
     tables.take_moves()
     second = with_digests(prompt)
-    tables.begin(second, tables.longest_hit(second, cached(prompt), 99, STEP), 64)
+    tables.begin(second, tables.longest_hit(second, cached(prompt), 99, STEP, lambda index: True), 64)
     assert second.kv.state_block == block_id and tables.take_moves().copies == []
     assert hit(tables, prompt, STEP + 1) == 0
     tables.check_integrity([second])
 
 
 def test_state_without_the_tokens_of_a_step_with_drafts_is_a_hit_before_them() -> None:
-    """The pending tokens may end in another block than the state, whose block is then copied on the device."""
+    """The pending tokens may end in another block than the state, whose block is then copied if it can be."""
     tables, prompt = StateTables(3, BLOCK_SIZE), make_prompt(100)
     sequence = begun(tables, prompt, 82)
     sequence.kv.num_pending_tokens = 4
     tables.release(sequence, STEP - 1)
     assert hit(tables, prompt, STEP) == 78 and sequence.kv.num_pending_tokens == 0
-    on_host = cached(prompt, num_host_blocks=2)  # tokens 64 to 96
-    assert tables.longest_hit(with_digests(prompt), on_host, len(prompt), STEP).num_tokens == 0
+    without_block = tables.longest_hit(
+        with_digests(prompt), cached(prompt), len(prompt), STEP, lambda index: index != 4
+    )
+    assert without_block.num_tokens == 0
     match = cached(prompt).shortened(78, BLOCK_SIZE)
     assert (match.block_ids, match.copied_block_ids, match.num_copied_tokens) == ([1, 2, 3, 4], (5,), 14)
