@@ -1,11 +1,10 @@
 """A free port of 127.0.0.1 for a server that is started next."""
 
+import atexit
 import secrets
 import socket
 
 FIRST_PORT, NUM_PORTS = 10_000, 22_000
-
-_reservations: list[socket.socket] = []  # each is bound until this process ends
 
 
 def free_port() -> int:
@@ -23,5 +22,5 @@ def free_port() -> int:
             reservation.close()
             continue
         reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _reservations.append(reservation)
+        atexit.register(reservation.close)
         return port

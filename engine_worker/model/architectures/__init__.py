@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from engine_worker.model.architectures.config_types import check_types
 from engine_worker.model.architectures.gguf_family import GgufFamily
 from engine_worker.model.quantization_config import weight_format
 from engine_worker.model.spec import ModelSpec
@@ -65,7 +66,7 @@ GGUF_MODULES = {
 
 def has_family(config: Mapping[str, Any]) -> bool:
     """Return whether config.json's model_type has a family here, or is refused here by name."""
-    return config.get("model_type") in (MODULES | REFUSED)
+    return str(config.get("model_type")) in (MODULES | REFUSED)
 
 
 def spec_from_directory(directory: Path) -> ModelSpec:
@@ -84,12 +85,13 @@ def spec_from_json(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
     Raises:
         ValueError: If config.json has something that is not supported.
     """
-    model_type = config.get("model_type")
-    if reason := REFUSED.get(str(model_type)):
+    model_type = str(config.get("model_type"))
+    if reason := REFUSED.get(model_type):
         raise ValueError(f"config.json: {reason}")
     if model_type not in MODULES:
         names = ", ".join(MODULES)
         raise ValueError(f"config.json: model_type {model_type!r} is not supported; supported: {names}")
+    check_types(config)
     spec: ModelSpec = import_module(f"{__name__}.{MODULES[model_type]}").spec(config, generation)
     return replace(spec, quantization=weight_format(config))
 

@@ -140,7 +140,9 @@ def num_kv_heads_of(config: Config) -> int:
     num_heads = positive_int(config, "num_attention_heads")
     num_kv_heads = config.get("num_key_value_heads") or num_heads
     if num_heads % num_kv_heads:
-        raise ValueError(f"config.json: {num_heads} attention heads cannot share {num_kv_heads} key/value heads")
+        raise ValueError(
+            f"config.json: num_attention_heads {num_heads} must be a multiple of num_key_value_heads {num_kv_heads}"
+        )
     return int(num_kv_heads)
 
 
@@ -172,9 +174,9 @@ def _scaling(rope: Config, config: Config) -> RopeScaling | None:
         kind = "longrope"
     if kind not in _SCALING_KEYS:
         names = "', '".join(["default", *_SCALING_KEYS])
-        raise ValueError(f"config.json: rope type {kind!r} is not supported; supported: '{names}'")
-    if missing := [key for key in _SCALING_KEYS[kind] if key not in rope]:
-        raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)}")
+        raise ValueError(f"config.json: rope_type {kind!r} is not supported; supported: '{names}'")
+    if missing := [key for key in _SCALING_KEYS[kind] if rope.get(key) is None]:
+        raise ValueError(f"config.json: rope_type {kind!r} needs {', '.join(missing)}")
     if kind == "longrope":
         return _longrope(rope, config)
     if kind == "yarn":

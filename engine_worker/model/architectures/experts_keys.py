@@ -12,7 +12,7 @@ def router_spec(config: Config, key: str = "num_experts", **traits: Any) -> Rout
     Raises:
         ValueError: If a number is missing, or a token has more experts than there are.
     """
-    key = key if key in config else "num_local_experts"
+    key = "num_local_experts" if key not in config and "num_local_experts" in config else key
     num_experts, top_k = positive_int(config, key), positive_int(config, "num_experts_per_tok")
     if top_k > num_experts:
         raise ValueError(f"config.json: num_experts_per_tok must be 1 to {num_experts} ({key}), not {top_k}")

@@ -1,6 +1,6 @@
 """Granite 3: factors on the embedding, the scores, the residuals and the logits."""
 
-from engine_worker.model.architectures.config_keys import Config, refuse_unsupported, refuse_windows
+from engine_worker.model.architectures.config_keys import Config, number_of, refuse_unsupported, refuse_windows
 from engine_worker.model.architectures.decoder import attention_spec, mlp_spec, model_spec
 from engine_worker.model.spec import LayerSpec, ModelSpec
 
@@ -13,16 +13,16 @@ def spec(config: Config, generation: Config) -> ModelSpec:
 def decoder(config: Config, generation: Config) -> ModelSpec:
     refuse_unsupported(config)
     bias = bool(config.get("attention_bias"))
-    scale = float(config.get("attention_multiplier", 1.0))
+    scale = number_of(config, "attention_multiplier", 1.0)
     layer = LayerSpec(
         mixer=attention_spec(config, scale=scale, qkv_bias=bias, out_bias=bias),
         mlp=mlp_spec(config, bias=bool(config.get("mlp_bias"))),
-        residual_scale=float(config.get("residual_multiplier", 1.0)),
+        residual_scale=number_of(config, "residual_multiplier", 1.0),
     )
     return model_spec(
         config,
         generation,
         layer,
-        embedding_scale=float(config.get("embedding_multiplier", 1.0)),
-        logit_scale=1.0 / float(config.get("logits_scaling", 1.0)),
+        embedding_scale=number_of(config, "embedding_multiplier", 1.0),
+        logit_scale=1.0 / number_of(config, "logits_scaling", 1.0),
     )

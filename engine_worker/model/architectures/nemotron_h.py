@@ -5,7 +5,14 @@ Nemotron 3 has experts, without gates too.
 
 from typing import Any
 
-from engine_worker.model.architectures.config_keys import FULL, LINEAR, Config, mixers_by_type, positive_int
+from engine_worker.model.architectures.config_keys import (
+    FULL,
+    LINEAR,
+    Config,
+    mixers_by_type,
+    number_of,
+    positive_int,
+)
 from engine_worker.model.architectures.decoder import attention_spec, model_spec
 from engine_worker.model.architectures.experts_keys import grouped_router_spec
 from engine_worker.model.architectures.mamba_keys import heads_and_groups, refuse_step_limits, transformers_types
@@ -60,7 +67,7 @@ def spec(config: Config, generation: Config) -> ModelSpec:
         generation,
         layers[0],
         layers=layers,
-        norm_eps=float(config.get("layer_norm_epsilon", 1e-5)),
+        norm_eps=number_of(config, "layer_norm_epsilon", 1e-5),
         names=_NAMES,
         tie_word_embeddings=False,  # transformers ignores config.json's value: files have lm_head.weight
     )

@@ -26,6 +26,8 @@ def spec(config: Config, generation: Config) -> ModelSpec:
     whole = model_spec({"tie_word_embeddings": True, **config}, generation, rotated)
     interval = config.get("no_rope_layer_interval", 4)
     is_rotated = config.get("no_rope_layers") or [(index + 1) % interval for index in range(whole.num_layers)]
+    if len(is_rotated) != whole.num_layers:
+        raise ValueError(f"config.json: no_rope_layers has {len(is_rotated)} entries for {whole.num_layers} layers")
     whole = replace(whole, layers=tuple(rotated if rotates else unrotated for rotates in is_rotated))
     window = config.get("sliding_window") if config.get("use_sliding_window") else None
     kinds = layer_types_of(config, lambda index: window is not None and not is_rotated[index])
