@@ -92,4 +92,4 @@ def quantize_rows_reference(x: Tensor) -> Scaled:
 def quantize_groups_reference(x: Tensor) -> Scaled:
     """Quantize x [T, K] with one scale per 128 elements of a row."""
     grouped = quantize_rows_reference(x.reshape(-1, GROUP))
-    return Scaled(grouped.values.view(x.shape), grouped.scales.view(len(x), -1).T.contiguous())
+    return Scaled(grouped.values.view(x.shape), grouped.scales.view(len(x), x.shape[1] // GROUP).T.contiguous())

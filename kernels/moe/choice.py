@@ -36,7 +36,7 @@ def choose(logits: Tensor, router: Router, correction: Tensor | None = None) -> 
 
 def _in_best_groups(ranking: Tensor, router: Router) -> Tensor:
     """Return `ranking` without the experts outside of the groups with the largest sums of their two best."""
-    groups = ranking.view(len(ranking), router.num_groups, -1)
+    groups = ranking.view(len(ranking), router.num_groups, router.num_experts // router.num_groups)
     sums = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(-1)
     best = sums.sort(dim=-1, descending=True, stable=True).indices[:, : router.num_chosen_groups]
     is_best = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, best, value=True)

@@ -12,7 +12,10 @@ from torch.nn import functional
 from bench.kernel.cases import HeadShape, attention_batch, exact_attention, measure_error
 from kernels.attention.paged_attention import paged_attention
 from kernels.attention.score_rules import ScoreRules
+from kernels.moe.choice import choose
+from kernels.moe.routing import Router
 from kernels.rms_norm import add_rms_norm, rms_norm
+from kernels.scaled import quantize_groups_reference
 from kernels.silu_and_mul import silu_and_mul
 from kernels.token_bitmask import apply_token_bitmask
 
@@ -119,3 +122,12 @@ def test_score_rules_match_transformers(window: int, softcap: float, has_sinks: 
 def test_invalid_score_rules_are_refused(rules: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"window|sinks"):
         ScoreRules(**rules)
+
+
+def test_references_take_no_rows() -> None:
+    """A step without samples has no rows in the last layer."""
+    router = Router(num_experts=8, top_k=2, scoring="sigmoid", num_groups=4, num_chosen_groups=2)
+    ids, weights = choose(torch.empty(0, 8), router)
+    assert ids.shape == weights.shape == (0, 2)
+    scaled = quantize_groups_reference(torch.empty(0, 256))
+    assert (scaled.values.shape, scaled.scales.shape) == ((0, 256), (2, 0))
