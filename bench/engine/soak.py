@@ -137,6 +137,8 @@ def main(argv: list[str]) -> int:
         options.max_output_tokens,
         options.last_token_id,
     )
+    if loaded.engine.stats().kv_cache.num_state_blocks:
+        soak.beam_share = 0.0  # models with recurrent states refuse beams
     ends_at = time.monotonic() + options.seconds
     error = None
     try:
