@@ -10,11 +10,12 @@ from engine_worker.model.quantization.int4_cuda import W4Linear
 from engine_worker.model.specs.mlp import GELU_TANH, SILU
 from kernels.silu_and_mul import gelu_tanh_and_mul_reference, silu_and_mul_reference
 from kernels.w4a16.dequantize import dequantize
-from kernels.w4a16.few_rows import FEW_ROWS_WITH_MINIMA, INVARIANT_ROWS
+from kernels.w4a16.few_rows import exact_rows
 from kernels.w4a16.weights import Offset, W4Weight, exact_weight, pack_w4
 
-# outputs, inputs, group: whole tiles of 128 rows, an odd number of tiles of 64, few tiles that many programs share
-SHAPES = ((6144, 2048, 128), (576, 1536, 32), (192, 576, 64), (1024, 14336, 128))
+# outputs, inputs, group: whole tiles of 128 rows, an odd number of tiles of 64, few tiles that many programs share,
+# tiles of 32 rows for one row of x
+SHAPES = ((6144, 2048, 128), (576, 1536, 32), (192, 576, 64), (1024, 14336, 128), (17_024, 512, 64))
 ROWS = (1, 16, 32, 33, 100, 300, 800)
 
 
@@ -51,7 +52,7 @@ def check_linear(num_outputs: int, num_inputs: int, group: int, num_rows: int, *
             call = partial(linear, x) if gate is None else partial(linear.gated, x, gate)
             output = poisoned(call)
             # With more rows weights are rounded too, and scales in float16.
-            units = 2 if num_rows <= (FEW_ROWS_WITH_MINIMA if offset is Offset.MINIMUM else INVARIANT_ROWS) else 4
+            units = 2 if num_rows <= exact_rows(weight) else 4
             errors.append(measure_error(output, exact, units * rounding_tolerance(torch.bfloat16)))
             errors += [same_bits(call(), output) for _ in range(3)]
         return errors

@@ -1,11 +1,11 @@
 """Linear layers with up to 768 rows and a 4-bit weight on Hopper GPUs, at the speed of reading the weight.
 
 The work is all (tile of rows of the weight, step of inputs) in order; each program, one per SM, has an even share of
-it, through one TMA-filled ring. Integers become bfloat16 in registers, the left operand of a product. Up to 32 rows
-they are exact, and the sums of a group of inputs are scaled in float32; minima are multiplied with sums of the inputs
-(group_sums.py). With more rows, or more than 16 if there are minima, scaled integers plus the minima are rounded.
-Sums are added in the order of K. Programs that share a tile store their sums, and the last to finish adds them in the
-order of K, so the bits depend neither on other rows nor on the order of arrival.
+it, through one TMA-filled ring. Integers become bfloat16 in registers, the left operand of a product. Up to 32 rows,
+or 16 if there are minima, they are exact, and the sums of a group of inputs are scaled in float32. Minima are
+multiplied with the sums of the group's inputs, which are products with ones. With more rows, scaled integers plus
+minima are rounded. Sums are added in the order of K. Programs that share a tile store their sums, and the last to
+finish adds them in the order of K, so the bits depend neither on other rows nor on the order of arrival.
 """
 # One warp loads, so that the others never wait for each other at a copy. Weights do not depend on the previous kernel:
 # the ring is requested before the dependency wait.
@@ -25,20 +25,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.moe.activation import apply_gate
 from kernels.skinny_linear import NUM_SMS
-from kernels.w4a16.group_sums import group_sums
 from kernels.w4a16.unpack import MINIMUM, NONE, layout_of_words, load_part, scales_of, unpacked
 from kernels.w4a16.weights import Offset, W4Weight
 
 MAX_ROWS = 768  # with more, dequantizing and the library's product take less time
-INVARIANT_ROWS = 32  # up to here a row has the same bits whatever their number, if `is_invariant`
-FEW_ROWS_WITH_MINIMA = 16  # 32 rows take 140 us with scaled sums, and 64 take 103 us with scaled values (H200)
-_INVARIANT_ROWS = gl.constexpr(INVARIANT_ROWS)
+_EXACT_ROWS = 32
+_EXACT_ROWS_WITH_MINIMA = 16  # 32 rows take 110 us with scaled sums and 105 us with scaled values (H200)
+_MOST_SCALED_SUMS = gl.constexpr(_EXACT_ROWS)
 _MAX_BLOCK_M = 128  # rows of a program
 _SHARED_BYTES = 225 * 1024  # of an SM, less barriers
 _REGISTERS = 65_536  # of an SM; the hardware reserves four warps for the loading one
 _MAX_TILES = 4096
 _WORD_COLUMNS = 256  # of a TMA box
-_COPIED_WORDS = 32  # at least: TMA writes to addresses that are multiples of 128 bytes
 
 
 @dataclass(frozen=True)
@@ -74,12 +72,8 @@ def _request_weights(
 
 @gluon.jit
 def _request_rows(
-    x, rows, row_sums, sums_ring, full, unit, stage, wanted, first_row, steps,
-    INPUTS: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
+    x, rows, full, unit, stage, wanted, first_row, steps, INPUTS: gl.constexpr, CHUNKS: gl.constexpr,
 ):  # fmt: skip
-    if row_sums is not None:
-        place = [unit % steps * GROUPS, 0]
-        tma.async_copy_global_to_shared(row_sums, place, full.index(stage), sums_ring.index(stage), pred=wanted)
     for chunk in gl.static_range(CHUNKS):
         place = [first_row, (unit % steps * CHUNKS + chunk) * INPUTS]
         tma.async_copy_global_to_shared(x, place, full.index(stage), rows.index(stage * CHUNKS + chunk), pred=wanted)
@@ -87,9 +81,9 @@ def _request_rows(
 
 @gluon.jit
 def _produce(
-    weight, scales, x, row_sums, ring, scale_ring, rows, sums_ring, full, empty, first_unit, num_units, first_row,
-    steps, BYTES: gl.constexpr, VALUE_ROWS: gl.constexpr, GROUPS: gl.constexpr, INPUTS: gl.constexpr,
-    CHUNKS: gl.constexpr, NUM_STAGES: gl.constexpr,
+    weight, scales, x, ring, scale_ring, rows, full, empty, first_unit, num_units, first_row, steps,
+    BYTES: gl.constexpr, VALUE_ROWS: gl.constexpr, GROUPS: gl.constexpr, INPUTS: gl.constexpr, CHUNKS: gl.constexpr,
+    NUM_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Fill the ring. The first weights are requested before the dependency wait, the rows after it."""
     for early in gl.static_range(NUM_STAGES):
@@ -100,12 +94,12 @@ def _produce(
     gdc_wait()
     for early in gl.static_range(NUM_STAGES):
         unit, wanted = first_unit + early, early < num_units
-        _request_rows(x, rows, row_sums, sums_ring, full, unit, early, wanted, first_row, steps, INPUTS, CHUNKS, GROUPS)
+        _request_rows(x, rows, full, unit, early, wanted, first_row, steps, INPUTS, CHUNKS)
     for step in range(NUM_STAGES, num_units):
         stage, unit = step % NUM_STAGES, first_unit + step
         mbarrier.wait(empty.index(stage), (step // NUM_STAGES & 1) ^ 1)
         _request_weights(weight, scales, ring, scale_ring, full, unit, stage, True, BYTES, VALUE_ROWS, GROUPS)
-        _request_rows(x, rows, row_sums, sums_ring, full, unit, stage, True, first_row, steps, INPUTS, CHUNKS, GROUPS)
+        _request_rows(x, rows, full, unit, stage, True, first_row, steps, INPUTS, CHUNKS)
 
 
 @gluon.jit
@@ -140,9 +134,8 @@ def _multiply_values(
 
 @gluon.jit
 def _multiply_integers(
-    tiles, tile_pairs, tile_scales, rows, unit_sums, stage, total, words: gl.constexpr,
-    CHUNKS: gl.constexpr, GROUPS: gl.constexpr, OFFSET: gl.constexpr, SCALE_TYPE: gl.constexpr,
-    num_warps: gl.constexpr,
+    tiles, tile_pairs, tile_scales, rows, stage, total, words: gl.constexpr, CHUNKS: gl.constexpr,
+    GROUPS: gl.constexpr, OFFSET: gl.constexpr, SCALE_TYPE: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Add the products of a unit: sums of integers, scaled, and the sums of each group's inputs times its minima."""
     PER_GROUP: gl.constexpr = CHUNKS // GROUPS
@@ -150,6 +143,7 @@ def _multiply_integers(
     sums: gl.constexpr = total.type.layout
     for group in gl.static_range(GROUPS):
         product = gl.zeros(total.shape, gl.float32, sums)
+        of_inputs = product
         for chunk in gl.static_range(PER_GROUP):
             place = stage * CHUNKS + group * PER_GROUP + chunk
             values, offsets, scales = load_part(
@@ -158,12 +152,13 @@ def _multiply_integers(
             left = unpacked(values, offsets, scales, gl.DotOperandLayout(0, sums, 2), OFFSET, False)
             columns = rows.index(place).permute((1, 0)).load(gl.DotOperandLayout(1, sums, 2))
             product = mma_v2(left, columns, product)
+            if OFFSET == MINIMUM:
+                of_inputs = mma_v2(gl.full_like(left, 1.0), columns, of_inputs)
         of_group = tile_scales.index((stage * GROUPS + group) * PARTS)
         total += product * scales_of(of_group, gl.SliceLayout(1, sums), SCALE_TYPE, num_warps)[:, None]
         if OFFSET == MINIMUM:
             minima = tile_scales.index((stage * GROUPS + group) * PARTS + 1)
-            of_rows = unit_sums.index(stage * GROUPS + group).slice(0, total.shape[1]).load(gl.SliceLayout(0, sums))
-            total += scales_of(minima, gl.SliceLayout(1, sums), SCALE_TYPE, num_warps)[:, None] * of_rows[None, :]
+            total += of_inputs * scales_of(minima, gl.SliceLayout(1, sums), SCALE_TYPE, num_warps)[:, None]
     return total
 
 
@@ -235,7 +230,7 @@ def _store(
 
 @gluon.jit
 def _consume(
-    tiles, tile_pairs, tile_scales, rows, unit_sums, full, empty, bias, output, partials, arrivals, num_rows, share,
+    tiles, tile_pairs, tile_scales, rows, full, empty, bias, output, partials, arrivals, num_rows, share,
     row_block, first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks,
     GATED: gl.constexpr, IS_GELU: gl.constexpr, OFFSET: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
     NUM_STAGES: gl.constexpr, SCALE_TYPE: gl.constexpr, AT_ONCE: gl.constexpr, num_warps: gl.constexpr,
@@ -243,7 +238,7 @@ def _consume(
     """Compute a share of the units and store its tiles."""
     TILE_ROWS: gl.constexpr = 16 * tiles.shape[1]
     BLOCK_M: gl.constexpr = rows.shape[1]
-    SCALES_SUMS: gl.constexpr = BLOCK_M <= _INVARIANT_ROWS
+    SCALES_SUMS: gl.constexpr = BLOCK_M <= _MOST_SCALED_SUMS
     words: gl.constexpr = layout_of_words(tiles.shape[1], tiles.shape[4], num_warps)
     sums: gl.constexpr = (
         gl.NVMMADistributedLayout([2, 0], [num_warps, 1], [16, 8])
@@ -262,8 +257,8 @@ def _consume(
             mbarrier.wait(full.index(stage), step // NUM_STAGES & 1)
             if SCALES_SUMS:
                 total = _multiply_integers(
-                    tiles, tile_pairs, tile_scales, rows, unit_sums, stage, total,
-                    words, CHUNKS, GROUPS, OFFSET, SCALE_TYPE, num_warps,
+                    tiles, tile_pairs, tile_scales, rows, stage, total, words, CHUNKS, GROUPS, OFFSET, SCALE_TYPE,
+                    num_warps,
                 )  # fmt: skip
                 gl.thread_barrier()  # all warps have read the words
                 mbarrier.arrive(empty.index(stage), count=1)
@@ -290,7 +285,7 @@ def _consume(
 # Shapes and numbers of rows must not trigger a compilation: a start would compile one kernel per layer and number.
 @gluon.jit(do_not_specialize=["num_rows", "steps", "units", "num_shares", "row_blocks"])
 def w4_linear_kernel(
-    weight, scales, x, row_sums, bias, output, partials, arrivals, num_rows, num_outputs, steps, units, num_shares,
+    weight, scales, x, bias, output, partials, arrivals, num_rows, num_outputs, steps, units, num_shares,
     row_blocks, GATED: gl.constexpr, IS_GELU: gl.constexpr, BOXES: gl.constexpr, WORD_STEPS: gl.constexpr,
     OFFSET: gl.constexpr, BLOCK_M: gl.constexpr, CHUNKS: gl.constexpr, GROUPS: gl.constexpr,
     NUM_STAGES: gl.constexpr, SCALE_TYPE: gl.constexpr, AT_ONCE: gl.constexpr, num_warps: gl.constexpr,
@@ -301,9 +296,7 @@ def w4_linear_kernel(
     INPUTS: gl.constexpr = 16 * WORD_STEPS
     VALUE_ROWS: gl.constexpr = CHUNKS * BOXES * WORD_STEPS // 2
     WEIGHT_BYTES: gl.constexpr = VALUE_ROWS * 1024 + GROUPS * PARTS * BOXES * 128
-    SUM_COLUMNS: gl.constexpr = 0 if row_sums is None else row_sums.block_shape[1]
-    SUM_BYTES: gl.constexpr = GROUPS * SUM_COLUMNS * 4
-    BYTES: gl.constexpr = WEIGHT_BYTES + CHUNKS * BLOCK_M * INPUTS * 2 + SUM_BYTES
+    BYTES: gl.constexpr = WEIGHT_BYTES + CHUNKS * BLOCK_M * INPUTS * 2
     ring = gl.allocate_shared_memory(gl.int32, [NUM_STAGES, VALUE_ROWS, 256], weight.layout)
     scale_ring = gl.allocate_shared_memory(gl.int32, [NUM_STAGES, GROUPS, 32 * BOXES * PARTS], scales.layout)
     rows = gl.allocate_shared_memory(x.dtype, [NUM_STAGES * CHUNKS, BLOCK_M, INPUTS], x.layout)
@@ -314,11 +307,6 @@ def w4_linear_kernel(
     tiles = ring._reinterpret(gl.int32, [NUM_STAGES * CHUNKS, 4 * BOXES, 8, 4, WORD_STEPS], plain4)
     tile_scales = scale_ring._reinterpret(gl.int16, [NUM_PARTS, 4 * BOXES, 8, 2], plain3)
     tile_pairs = scale_ring._reinterpret(gl.int32, [NUM_PARTS, 4 * BOXES, 8], plain2)
-    sums_ring, unit_sums = rows, rows  # unused
-    if row_sums is not None:
-        plain1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        sums_ring = gl.allocate_shared_memory(gl.int32, [NUM_STAGES, GROUPS, SUM_COLUMNS], row_sums.layout)
-        unit_sums = sums_ring._reinterpret(gl.float32, [NUM_STAGES * GROUPS, SUM_COLUMNS], plain1)
     full = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [NUM_STAGES, 1], mbarrier.MBarrierLayout())
     for early in gl.static_range(NUM_STAGES):
@@ -329,13 +317,13 @@ def w4_linear_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                tiles, tile_pairs, tile_scales, rows, unit_sums, full, empty, bias, output, partials, arrivals,
+                tiles, tile_pairs, tile_scales, rows, full, empty, bias, output, partials, arrivals,
                 num_rows, share, row_block, first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks,
                 GATED, IS_GELU, OFFSET, CHUNKS, GROUPS, NUM_STAGES, SCALE_TYPE, AT_ONCE, num_warps,
             )),
             (_produce, (
-                weight, scales, x, row_sums, ring, scale_ring, rows, sums_ring, full, empty, first_unit,
-                end_unit - first_unit, row_block * BLOCK_M, steps, BYTES, VALUE_ROWS, GROUPS, INPUTS, CHUNKS,
+                weight, scales, x, ring, scale_ring, rows, full, empty, first_unit, end_unit - first_unit,
+                row_block * BLOCK_M, steps, BYTES, VALUE_ROWS, GROUPS, INPUTS, CHUNKS,
                 NUM_STAGES,
             )),
         ],
@@ -344,9 +332,7 @@ def w4_linear_kernel(
     )  # fmt: skip
 
 
-def w4_linear(
-    x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: bool = False, *, is_invariant: bool = False
-) -> Tensor:
+def w4_linear(x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu: bool = False) -> Tensor:
     """Return x @ weight.T + bias, or activation(gate) * up of a gated weight.
 
     Args:
@@ -354,7 +340,6 @@ def w4_linear(
         weight: [N, K].
         bias: [N], added to the float32 sums; None: 0.
         is_gelu: The activation is gelu_tanh, otherwise silu.
-        is_invariant: Up to INVARIANT_ROWS rows have the same bits whatever their number.
 
     Returns:
         [T, N], or [T, N / 2] of a gated weight, bfloat16. Gate and up are rounded before they are multiplied.
@@ -365,17 +350,14 @@ def w4_linear(
     output = x.new_empty(num_rows, num_outputs)
     if num_rows == 0:
         return output
-    has_minima = weight.offset is Offset.MINIMUM
-    scales_sums = num_rows <= (FEW_ROWS_WITH_MINIMA if has_minima and not is_invariant else INVARIANT_ROWS)
-    tiles = tiles_for(num_rows, scales_sums)
+    tiles = tiles_for(num_rows, scales_sums=num_rows <= exact_rows(weight))
     block_m, boxes, inputs = tiles.block_m, weight.tile_rows // 64, weight.tile_inputs
     parts, row_blocks = weight.scales.shape[2], triton.cdiv(num_rows, block_m)
     step_inputs = _step_inputs(num_inputs, weight.group, tiles.step_inputs)
     chunks, groups, steps = step_inputs // inputs, step_inputs // weight.group, num_inputs // step_inputs
     num_tiles = num_weights // weight.tile_rows
     weight_bytes = weight.tile_rows * step_inputs // 2 + groups * parts * boxes * 128
-    sum_columns = max(block_m, _COPIED_WORDS // groups) if has_minima and scales_sums else 0
-    stage_bytes = weight_bytes + block_m * step_inputs * 2 + groups * sum_columns * 4
+    stage_bytes = weight_bytes + block_m * step_inputs * 2
     free_bytes = _SHARED_BYTES // tiles.programs_per_sm - 2 * weight.tile_rows * block_m - 1024
     num_shares = min(num_tiles * steps, tiles.shares)
     num_warps = min(tiles.num_warps, 4 * boxes)
@@ -385,7 +367,6 @@ def w4_linear(
         _words(weight.values, chunks * boxes * inputs // 32, _WORD_COLUMNS),
         _words(weight.scales, groups, 32 * boxes * parts),
         _rows(x, block_m, inputs),
-        _words(group_sums(x, weight.group, sum_columns), groups, sum_columns) if sum_columns else None,
         bias,
         output,
         x.new_empty(sizes, dtype=torch.float32),
@@ -414,7 +395,12 @@ def w4_linear(
     return output
 
 
-def tiles_for(num_rows: int, scales_sums: bool) -> W4Tiles:
+def exact_rows(weight: W4Weight) -> int:
+    """Return up to how many rows integers are exact; then a row has the same bits whatever their number."""
+    return _EXACT_ROWS_WITH_MINIMA if weight.offset is Offset.MINIMUM else _EXACT_ROWS
+
+
+def tiles_for(num_rows: int, *, scales_sums: bool) -> W4Tiles:
     """Return the tiles for a number of rows, whose sums are scaled, or the values."""
     if scales_sums:
         # The steps are those of any number of rows, and so are the bits.

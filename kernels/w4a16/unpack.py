@@ -112,16 +112,12 @@ def _layout_of_scales(row_warps, num_warps):
 
 
 @gluon.jit
-def unpacked(values, offsets, scales, operand: gl.constexpr, OFFSET: gl.constexpr, IS_SCALED: gl.constexpr):
-    """Return a tile [16 * warps, 16 * steps] as bfloat16 in the registers of wgmma's left operand."""
+def unpacked_words(values, offsets, scales, OFFSET: gl.constexpr, IS_SCALED: gl.constexpr):
+    """Return bfloat16 values [..., half of a pair of steps, lower, right, step] of words [..., step]."""
     types: gl.constexpr = (gl.bfloat16,) * 8
     asm: gl.constexpr = _UNPACK[OFFSET, IS_SCALED]
     READS_OFFSETS: gl.constexpr = OFFSET == ZERO_POINT or (OFFSET == MINIMUM and IS_SCALED)
     operands: gl.constexpr = _OPERANDS[READS_OFFSETS + IS_SCALED]
-    if READS_OFFSETS:
-        offsets = gl.expand_dims(gl.expand_dims(offsets, 2), 3) + gl.zeros_like(values)
-    if IS_SCALED:
-        scales = gl.expand_dims(gl.expand_dims(scales, 2), 3) + gl.zeros_like(values)
     if READS_OFFSETS and IS_SCALED:
         parts = gl.inline_asm_elementwise(asm, operands, [values, offsets, scales], dtype=types, is_pure=True, pack=2)
     elif READS_OFFSETS:
@@ -132,10 +128,22 @@ def unpacked(values, offsets, scales, operand: gl.constexpr, OFFSET: gl.constexp
         parts = gl.inline_asm_elementwise(asm, operands, [values], dtype=types, is_pure=True, pack=2)
     first = gl.join(gl.join(parts[0], parts[1]), gl.join(parts[2], parts[3]))
     second = gl.join(gl.join(parts[4], parts[5]), gl.join(parts[6], parts[7]))
+    return gl.join(first, second)
+
+
+@gluon.jit
+def unpacked(values, offsets, scales, operand: gl.constexpr, OFFSET: gl.constexpr, IS_SCALED: gl.constexpr):
+    """Return a tile [16 * warps, 16 * steps] as bfloat16 in the registers of wgmma's left operand."""
+    if OFFSET == ZERO_POINT or (OFFSET == MINIMUM and IS_SCALED):
+        offsets = gl.expand_dims(gl.expand_dims(offsets, 2), 3) + gl.zeros_like(values)
+    if IS_SCALED:
+        scales = gl.expand_dims(gl.expand_dims(scales, 2), 3) + gl.zeros_like(values)
     WARPS: gl.constexpr = values.shape[0]
     STEPS: gl.constexpr = values.shape[3]
     # warp, lane / 4, lane % 4, pair of steps, half, lower, right, step
-    joined = gl.reshape(gl.join(first, second), [WARPS, 8, 4, STEPS // 2, 2, 2, 2, 2])
+    joined = gl.reshape(
+        unpacked_words(values, offsets, scales, OFFSET, IS_SCALED), [WARPS, 8, 4, STEPS // 2, 2, 2, 2, 2]
+    )
     tile = gl.reshape(gl.permute(joined, [0, 5, 1, 3, 7, 6, 2, 4]), [WARPS * 16, STEPS * 16])
     return gl.convert_layout(tile, operand, assert_trivial=True)
 

@@ -68,6 +68,7 @@ from kernels.token_bitmask_triton import apply_token_bitmask_triton
 from kernels.unpack_inputs import DescribedBatch, InputTensors, unpack_inputs_triton
 from kernels.w4a16.dequantize import dequantize
 from kernels.w4a16.few_rows import w4_linear
+from kernels.w4a16.one_row import w4_one_row
 from kernels.w4a16.weights import Offset, W4Weight
 from tests.kernels.ingredients import ingredients, sources_read
 
@@ -261,6 +262,7 @@ def w4_linear_layers() -> None:
             dequantize(weight)
             for num_rows in (1, 16, 32, 64, 256):
                 w4_linear(torch.empty(num_rows, num_inputs, dtype=torch.bfloat16, device="meta"), weight)
+            w4_one_row(torch.empty(1, num_inputs, dtype=torch.bfloat16, device="meta"), weight)
 
 
 class At8Bytes(torch.Tensor):

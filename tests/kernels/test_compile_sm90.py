@@ -107,7 +107,7 @@ def test_every_kernel_was_compiled(reports: list[Report]) -> None:
         "grouped_product_kernel",
         "int4_product_kernel",
         "w4_linear_kernel",
-        "_group_sums_kernel",
+        "w4_one_row_kernel",
         "dequantize_kernel",
         "list_product_kernel",
         "_gather_rows_kernel",
@@ -240,6 +240,10 @@ def test_w4_linear_multiplies_few_rows_by_mma_and_many_by_wgmma(reports: list[Re
     assert {bool(report["wgmma"]) for report in found} == {True, False}
     for report in found:
         assert bool(report["wgmma"]) != bool(report["mma"]) and report["bulk_copies"] > 0, report
+    for report in of(reports, "w4_one_row_kernel", "llama-8b"):
+        assert report["mma"] > 0 and report["bulk_copies"] > 0, report
+        # Two programs per SM; less than 96 KiB would mean a missing stage.
+        assert 96 * 1024 <= report["shared_bytes"] <= 113 * 1024, report
 
 
 def test_skinny_linear_keeps_its_ring_full(reports: list[Report]) -> None:

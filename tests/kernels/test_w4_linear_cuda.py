@@ -8,6 +8,7 @@ from kernels.w4a16.weights import GROUPS, Offset, exact_weight, pack_w4, why_not
 
 if torch.cuda.is_available():
     from kernels.w4a16.few_rows import w4_linear
+    from kernels.w4a16.one_row import serves_one_row, w4_one_row
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,7 +18,8 @@ pytestmark = [
 ]
 # Sums are in float32; with more than 32 rows the scaled weights are rounded to bfloat16, and so are all outputs.
 TOLERANCE = 2.0**-8
-SHAPES = [(1152, 576), (576, 320), (256, 256), (640, 1536)]  # steps of one, two and four tiles of inputs
+# Steps of one, two and four tiles of inputs; tiles of 16 and 32 outputs for one row.
+SHAPES = [(1152, 576), (576, 320), (256, 256), (640, 1536), (17_024, 2560)]
 
 
 @pytest.mark.timeout(300)
@@ -39,5 +41,9 @@ def test_products_equal_float64(shape: tuple[int, int], group: int, offset: Offs
     for num_rows in (1, 8, 32, 33, 64, 128, 256, 700):
         x = torch.randn(num_rows, inputs, generator=generator, device="cuda").bfloat16()
         exact = x.double() @ exact_weight(weight).double().T
-        error = torch.dist(w4_linear(x, weight, None, False).double(), exact) / exact.norm()
-        assert error < TOLERANCE, f"{num_rows} rows: {error}"
+        products = [w4_linear(x, weight, None, False)]
+        if num_rows == 1 and serves_one_row(weight):
+            products.append(w4_one_row(x, weight))
+        for product in products:
+            error = torch.dist(product.double(), exact) / exact.norm()
+            assert error < TOLERANCE, f"{num_rows} rows: {error}"

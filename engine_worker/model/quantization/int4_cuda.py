@@ -36,7 +36,8 @@ from kernels.moe.weights import MIDDLE, Int4Experts, pack_int4
 from kernels.scaled import Scaling
 from kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from kernels.w4a16.dequantize import dequantize
-from kernels.w4a16.few_rows import INVARIANT_ROWS, MAX_ROWS, w4_linear
+from kernels.w4a16.few_rows import MAX_ROWS, exact_rows, w4_linear
+from kernels.w4a16.one_row import serves_one_row, w4_one_row
 from kernels.w4a16.rounding import rounded_symmetric, rounded_with_minimum
 from kernels.w4a16.weights import GROUPS, W4Weight, pack_w4, why_not_packed
 
@@ -146,8 +147,10 @@ class W4Linear:
     def _few(self, x: Tensor, *, is_gelu: bool) -> Tensor | None:
         multiply = partial(w4_linear, weight=self._weight, bias=self._bias, is_gelu=is_gelu)
         if self._is_deterministic:
-            parts = [multiply(part, is_invariant=True) for part in x.split(INVARIANT_ROWS)]
+            parts = [multiply(part) for part in x.split(exact_rows(self._weight))]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(x) == 1 and serves_one_row(self._weight):
+            return w4_one_row(x, self._weight, self._bias, is_gelu)
         return multiply(x) if len(x) <= MAX_ROWS else None
 
 

@@ -96,8 +96,10 @@ def test_weights_that_are_rounded_while_loading_give_the_logits_of_the_rounded_n
     write_rounded(directory, blueprint.shape, tmp_path / "rounded", group)
     exact, _ = logits_by(blueprint.shape, tmp_path / "rounded", "cpu", torch.float32, DENSE)
     in_16_bits, _ = logits_by(blueprint.shape, tmp_path / "rounded", "cuda", torch.bfloat16, DENSE)
-    # Both round all activations; 16 bits also round the weights.
-    assert torch.dist(found, exact) < 1.3 * torch.dist(in_16_bits, exact)
+    # Both round all activations and weights. Beside minima, a prompt's scales are rounded too: the error of the weights
+    # is 1.5 times as large.
+    most = 2 if group == 32 and case is LLAMA else 1.3
+    assert torch.dist(found, exact) < most * torch.dist(in_16_bits, exact)
 
 
 def write_rounded(directory: Path, spec: ModelSpec, rounded_directory: Path, group: int) -> None:
