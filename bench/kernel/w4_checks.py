@@ -13,8 +13,8 @@ from kernels.w4a16.dequantize import dequantize
 from kernels.w4a16.few_rows import exact_rows
 from kernels.w4a16.weights import Offset, W4Weight, exact_weight, pack_w4
 
-# outputs, inputs, group: whole tiles of 128 rows, an odd number of tiles of 64, few tiles that many programs share,
-# tiles of 32 rows for one row of x
+# Outputs, inputs and group. In this order: whole tiles of 128 outputs; an odd number of tiles of 64, twice; few tiles
+# that many programs share; enough outputs for tiles of 32 in the kernel for one row.
 SHAPES = ((6144, 2048, 128), (576, 1536, 32), (192, 576, 64), (1024, 14336, 128), (17_024, 512, 64))
 ROWS = (1, 16, 32, 33, 100, 300, 800)
 

@@ -23,8 +23,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.moe.activation import apply_gate
 from kernels.skinny_linear import NUM_SMS
+from kernels.w4a16.outputs import gated, with_bias
 from kernels.w4a16.unpack import MINIMUM, NONE, layout_of_words, load_part, scales_of, unpacked
 from kernels.w4a16.weights import Offset, W4Weight
 
@@ -198,30 +198,16 @@ def _joined(
 
 
 @gluon.jit
-def _gated(both, dtype: gl.constexpr, IS_GELU: gl.constexpr):
-    """Return the gated [M / 2, BLOCK_M] of [M, BLOCK_M] with eight rows of gate before eight of up."""
-    HALF: gl.constexpr = both.shape[0] // 2
-    BLOCK_M: gl.constexpr = both.shape[1]
-    parts = gl.permute(gl.reshape(both.to(dtype), [HALF // 8, 2, 8, BLOCK_M]), [0, 2, 3, 1])
-    gate, up = gl.split(parts)
-    return gl.reshape(apply_gate(gate.to(gl.float32), up.to(gl.float32), IS_GELU, 1.0, 0.0, 0.0), [HALF, BLOCK_M])
-
-
-@gluon.jit
 def _store(
     total, bias, output, tile, row_block, num_stored, num_outputs,
     GATED: gl.constexpr, IS_GELU: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    sums: gl.constexpr = total.type.layout
     BLOCK_M: gl.constexpr = total.shape[1]
     STORED: gl.constexpr = total.shape[0] // 2 if GATED else total.shape[0]
     stored: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, num_warps], [0, 1])
     if bias is not None:
-        row = tile * total.shape[0] + gl.arange(0, total.shape[0], gl.SliceLayout(1, sums))
-        if GATED:
-            row = row // 16 * 8 + row % 8 + row % 16 // 8 * num_outputs
-        total += gl.load(bias + row).to(gl.float32)[:, None]
-    result = _gated(total, output.dtype.element_ty, IS_GELU) if GATED else total
+        total = with_bias(total, bias, tile, num_outputs, GATED)
+    result = gated(total, output.dtype.element_ty, IS_GELU) if GATED else total
     result = gl.convert_layout(result.to(output.dtype.element_ty), stored)
     outputs = tile * STORED + gl.arange(0, STORED, gl.SliceLayout(1, stored))[:, None]
     of_rows = row_block * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(0, stored))[None, :]
@@ -317,14 +303,13 @@ def w4_linear_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                tiles, tile_pairs, tile_scales, rows, full, empty, bias, output, partials, arrivals,
-                num_rows, share, row_block, first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks,
+                tiles, tile_pairs, tile_scales, rows, full, empty, bias, output, partials, arrivals, num_rows, share,
+                row_block, first_unit, end_unit, num_outputs, steps, units, num_shares, row_blocks,
                 GATED, IS_GELU, OFFSET, CHUNKS, GROUPS, NUM_STAGES, SCALE_TYPE, AT_ONCE, num_warps,
             )),
             (_produce, (
                 weight, scales, x, ring, scale_ring, rows, full, empty, first_unit, end_unit - first_unit,
-                row_block * BLOCK_M, steps, BYTES, VALUE_ROWS, GROUPS, INPUTS, CHUNKS,
-                NUM_STAGES,
+                row_block * BLOCK_M, steps, BYTES, VALUE_ROWS, GROUPS, INPUTS, CHUNKS, NUM_STAGES,
             )),
         ],
         [1],

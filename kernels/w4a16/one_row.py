@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.moe.activation import apply_gate
 from kernels.skinny_linear import NUM_SMS
+from kernels.w4a16.outputs import gated, with_bias
 from kernels.w4a16.unpack import MINIMUM, NONE, unpacked_words
 from kernels.w4a16.weights import W4Weight
 
@@ -121,7 +121,7 @@ def _unpacked(words, operand: gl.constexpr):
     STEPS: gl.constexpr = words.shape[5]
     # warp, chunk, block, lane / 4, lane % 4, pair of steps, half, lower, right, step
     values = gl.reshape(
-        unpacked_words(words, words, words, NONE, False), [WARPS, CHUNKS, BLOCKS, 8, 4, STEPS // 2, 2, 2, 2, 2]
+        unpacked_words(words, None, None, NONE, False), [WARPS, CHUNKS, BLOCKS, 8, 4, STEPS // 2, 2, 2, 2, 2]
     )
     tile = gl.permute(values, [0, 2, 7, 3, 1, 5, 9, 8, 4, 6])
     return gl.convert_layout(gl.reshape(tile, [WARPS, BLOCKS * 16, CHUNKS * STEPS * 16]), operand, assert_trivial=True)
@@ -198,18 +198,9 @@ def _consume(
 def _store(total, bias, output, tile, num_outputs, GATED: gl.constexpr, IS_GELU: gl.constexpr):
     """Store the first column of [rows, 8]. Eight rows of gates are before eight of ups."""
     dtype: gl.constexpr = output.dtype.element_ty
-    HALF: gl.constexpr = total.shape[0] // 2
     if bias is not None:
-        row = tile * total.shape[0] + gl.arange(0, total.shape[0], gl.SliceLayout(1, total.type.layout))
-        if GATED:
-            row = row // 16 * 8 + row % 8 + row % 16 // 8 * num_outputs
-        total += gl.load(bias + row).to(gl.float32)[:, None]
-    result = total
-    if GATED:
-        parts = gl.permute(gl.reshape(total.to(dtype), [HALF // 8, 2, 8, _COLUMNS]), [0, 2, 3, 1])
-        gate, up = gl.split(parts)
-        gated = apply_gate(gate.to(gl.float32), up.to(gl.float32), IS_GELU, 1.0, 0.0, 0.0)
-        result = gl.reshape(gated, [HALF, _COLUMNS])
+        total = with_bias(total, bias, tile, num_outputs, GATED)
+    result = gated(total, dtype, IS_GELU) if GATED else total
     layout: gl.constexpr = result.type.layout
     outputs = tile * result.shape[0] + gl.arange(0, result.shape[0], gl.SliceLayout(1, layout))[:, None]
     column = gl.arange(0, _COLUMNS, gl.SliceLayout(0, layout))[None, :]
@@ -300,11 +291,7 @@ def w4_one_row(x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu:
     group_chunks, parts = weight.group // weight.tile_inputs, weight.scales.shape[2]
     words = blocks * 2 * weight.tile_inputs
     group_bytes = _WARPS * 4 * (group_chunks * words + parts * blocks * 8)
-    groups = next(
-        count for count in (16, 8, 4, 2, 1)
-        if _WARPS * weight.group * count <= _STAGE_INPUTS and num_inputs % (_WARPS * weight.group * count) == 0
-        and (_LEAST_STAGES * group_bytes * count <= free_bytes or count == 1)
-    )  # fmt: skip
+    groups = _groups_per_stage(weight, free_bytes // group_bytes)
     w4_one_row_kernel[(NUM_SMS,)](
         _boxes(weight.values.view(-1, weight.values.shape[2]), [groups * _WARPS * group_chunks, words]),
         _boxes(weight.scales.view(torch.int32).view(-1, weight.tile_rows // 2), [groups * _WARPS * parts, 8 * blocks]),
@@ -329,6 +316,14 @@ def w4_one_row(x: Tensor, weight: W4Weight, bias: Tensor | None = None, is_gelu:
         launch_pdl=True,
     )
     return output
+
+
+def _groups_per_stage(weight: W4Weight, most_in_ring: int) -> int:
+    """Return the groups of a warp in a stage, if the ring has room for a number of them."""
+    _, num_inputs = weight.shape
+    inputs = _WARPS * weight.group
+    most = min(_STAGE_INPUTS // inputs, most_in_ring // _LEAST_STAGES)
+    return next(count for count in (16, 8, 4, 2, 1) if count <= max(most, 1) and num_inputs % (inputs * count) == 0)
 
 
 def _boxes(stored: Tensor, box: list[int]) -> TensorDescriptor:

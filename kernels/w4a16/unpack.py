@@ -111,12 +111,20 @@ def _layout_of_scales(row_warps, num_warps):
     )
 
 
+@gluon.constexpr_function
+def _reads_offsets(offset, is_scaled):
+    return offset == ZERO_POINT or (offset == MINIMUM and is_scaled)
+
+
 @gluon.jit
 def unpacked_words(values, offsets, scales, OFFSET: gl.constexpr, IS_SCALED: gl.constexpr):
-    """Return bfloat16 values [..., half of a pair of steps, lower, right, step] of words [..., step]."""
+    """Return bfloat16 values [..., half of a pair of steps, lower, right, step] of words [..., step].
+
+    `offsets` and `scales` are unused without them, or have the shape of the words.
+    """
     types: gl.constexpr = (gl.bfloat16,) * 8
     asm: gl.constexpr = _UNPACK[OFFSET, IS_SCALED]
-    READS_OFFSETS: gl.constexpr = OFFSET == ZERO_POINT or (OFFSET == MINIMUM and IS_SCALED)
+    READS_OFFSETS: gl.constexpr = _reads_offsets(OFFSET, IS_SCALED)
     operands: gl.constexpr = _OPERANDS[READS_OFFSETS + IS_SCALED]
     if READS_OFFSETS and IS_SCALED:
         parts = gl.inline_asm_elementwise(asm, operands, [values, offsets, scales], dtype=types, is_pure=True, pack=2)
@@ -134,7 +142,7 @@ def unpacked_words(values, offsets, scales, OFFSET: gl.constexpr, IS_SCALED: gl.
 @gluon.jit
 def unpacked(values, offsets, scales, operand: gl.constexpr, OFFSET: gl.constexpr, IS_SCALED: gl.constexpr):
     """Return a tile [16 * warps, 16 * steps] as bfloat16 in the registers of wgmma's left operand."""
-    if OFFSET == ZERO_POINT or (OFFSET == MINIMUM and IS_SCALED):
+    if _reads_offsets(OFFSET, IS_SCALED):
         offsets = gl.expand_dims(gl.expand_dims(offsets, 2), 3) + gl.zeros_like(values)
     if IS_SCALED:
         scales = gl.expand_dims(gl.expand_dims(scales, 2), 3) + gl.zeros_like(values)
